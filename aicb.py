@@ -1,0 +1,11 @@
+"""The torchrun entry: `torchrun aicb.py --aiob_enable -m 7 ...` is `aicb profile --aiob_enable -m 7 ...`.
+
+Python puts this file's folder first on its path, where the package `aicb/` wins over this module of the same name.
+"""
+
+import sys
+
+from aicb.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["profile", *sys.argv[1:]]))

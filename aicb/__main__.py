@@ -1,0 +1,5 @@
+"""`python -m aicb` is the `aicb` command."""
+
+from aicb.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,215 @@
+"""The command line: options to configurations, errors to exit codes; no logic.
+
+    aicb generate -m 7 --world_size 4096 --tp 2 --global_batch 8192 --comp_filepath profile.txt
+    aicb check FILE...      aicb show FILE      aicb models
+
+Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from aicb import __version__
+from aicb.errors import UserError, nearest
+from aicb.options import IGNORED, OPTIONS, Option
+
+UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+ALIKE = {"token_normalize_func": lambda word: word.replace("-", "_")}
+ON, OFF = ("on", "true"), ("off", "false")
+F = TypeVar("F", bound=Callable[..., None])
+
+
+class _Grouped(TyperCommand):
+    """Lists options by group in --help, without loading rich."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = None if getattr(param, "hidden", False) else param.get_help_record(ctx)
+            if record:
+                groups.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compute profiles and SimAI workloads of large language model training.",
+)
+
+
+def _declarations(option: Option) -> list[str]:
+    names = [*(alias for alias in option.aliases if not alias.startswith("--")), f"--{option.name}"]
+    names += [alias for alias in option.aliases if alias.startswith("--")]
+    return [f"{name}/--no-{name[2:]}" for name in names] if option.type is bool else names
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    info = typer.Option(*_declarations(option), help=option.help, rich_help_panel=option.group, show_default=False)
+    return _keyword(option.name, option.type, info)
+
+
+def _ignored(name: str, takes_value: bool) -> inspect.Parameter:
+    info = typer.Option(f"--{name}", hidden=True)
+    return _keyword(name, str if takes_value else bool, info)
+
+
+def _keyword(name: str, kind: type, info: Any) -> inspect.Parameter:
+    annotation: Any = Annotated.__class_getitem__((kind | None, info))  # type: ignore[attr-defined]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def with_options(command: F) -> F:
+    """Give `command(**typed)` the options of options.py, which are too many to write as parameters."""
+    parameters = [_parameter(option) for option in OPTIONS]
+    parameters += [_ignored(name, takes_value) for name, takes_value in IGNORED.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """Keep what the user typed; say which options have no meaning here."""
+    typed = {name: value for name, value in values.items() if value is not None}
+    for name in [name for name in typed if name in IGNORED]:
+        del typed[name]
+        _warn(f"--{name} has no meaning for the workload and is ignored")
+    return typed
+
+
+def _warn(message: str) -> None:
+    typer.echo(f"aicb: warning: {_one_line(message)}", err=True)
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+@app.command("generate", context_settings=ALIKE, cls=_Grouped)
+@with_options
+def generate_command(**values: Any) -> None:
+    """Write the SimAI workload of one iteration (or several) of one pipeline stage."""
+    from aicb.generate import generate
+
+    typed = _typed(values)
+    summaries = generate(typed, _warn)
+    if typed.get("json"):
+        import json
+
+        typer.echo(json.dumps(summaries if typed.get("pp_rank") == "all" else summaries[0], indent=2))
+    elif typed.get("quiet"):
+        typer.echo("\n".join(summary["file"] for summary in summaries))
+    else:
+        from aicb.summary import render
+
+        typer.echo("\n\n".join(render(summary) for summary in summaries))
+
+
+@app.command("check")
+def check_command(files: Annotated[list[Path], typer.Argument(help="workload files")]) -> None:
+    """Check workloads against every rule of the format; the simulator itself reports none."""
+    from aicb.workload_file import FINDINGS_MAX, check
+
+    faulty = False
+    for path in files:
+        shown = 0
+        for finding in check(path):
+            faulty, shown = True, shown + 1
+            if shown <= FINDINGS_MAX:
+                typer.echo(f"{path}:{finding.line}: {finding.text}")
+        if shown > FINDINGS_MAX:
+            typer.echo(f"{path}: and {shown - FINDINGS_MAX} findings more")
+        elif not shown:
+            typer.echo(f"{path}: no defect found")
+    raise typer.Exit(1 if faulty else 0)
+
+
+@app.command("show")
+def show_command(file: Annotated[Path, typer.Argument(help="a workload or a compute profile")]) -> None:
+    """Show what a workload adds up to, or the table of a compute profile with its origin."""
+    from aicb.show import show
+
+    typer.echo(show(file))
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="a compute profile")],
+    b: Annotated[Path, typer.Argument(help="another")],
+) -> None:
+    """Compare two compute profiles kernel by kernel, and what differs in their origin."""
+    from aicb.show import comparison
+
+    typer.echo(comparison(a, b))
+
+
+@app.command("models")
+def models_command() -> None:
+    """List the presets."""
+    from aicb.show import models
+
+    typer.echo(models())
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"aicb {__version__}")
+        raise typer.Exit
+
+
+def switches(argv: Sequence[str]) -> list[str]:
+    """Rewrite `--sp on|off` to --sp or --no-sp: users of the reference's scripts write switches with a value."""
+    names = [name for option in OPTIONS if option.type is bool for name in (f"--{option.name}", *option.aliases)]
+    words: list[str] = []
+    for word in argv:
+        switch = words and words[-1][:2] + words[-1][2:].replace("-", "_") in names
+        if switch and word.lower() in OFF:
+            words[-1] = f"--no-{words[-1][2:]}"
+        elif not (switch and word.lower() in ON):
+            words.append(word)
+    return words
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    arguments = switches(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name="aicb", standalone_mode=False)
+    except UsageError as error:
+        return _fail(_usage(error))
+    except UserError as error:
+        return _fail(str(error))
+    except BrokenPipeError:  # `aicb show FILE | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes stdout once more at its end
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted")
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any) -> str:
+    name = str(getattr(error, "option_name", ""))
+    if type(error).__name__ == "NoSuchOption" and error.ctx is not None:
+        known = [opt for param in error.ctx.command.get_params(error.ctx) for opt in param.opts]
+        return f"no such option: {name}{nearest(name, known)}; nothing was done"
+    return str(error.format_message())
+
+
+def _fail(message: str) -> int:
+    typer.echo(f"aicb: error: {_one_line(message)}", err=True)
+    return 2

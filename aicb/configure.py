@@ -1,0 +1,148 @@
+"""From what the user typed to a Job: presets and files below, typed values on top."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from aicb.errors import UserError, require
+from aicb.job import Job
+from aicb.model import DEFAULT_PRESET, ESSENTIAL, PRESETS, ModelConfig, make_model, preset
+from aicb.parallel import ParallelConfig
+from aicb.training import TrainingConfig
+
+DEFAULT_TP = 8
+MODEL_OPTIONS = {field.name for field in fields(ModelConfig)} - {"name"} | {
+    "moe_enable",
+    "n_dense_layers",
+    "n_shared_expert",
+}
+
+
+class Configured(NamedTuple):
+    """A job, and what the user should know about how it came about."""
+
+    job: Job
+    notes: tuple[str, ...]
+    """What was derived or changed on the user's behalf."""
+    warnings: tuple[str, ...]
+
+
+def configure(typed: Mapping[str, Any]) -> Configured:
+    """Build the job that the typed options describe, seen from stage 0.
+
+    `typed` holds option names (see options.py) and only what was typed. Raises UserError.
+    """
+    base, tp, warnings = _base(typed)
+    wanted = {name: value for name, value in typed.items() if name in MODEL_OPTIONS}
+    if "moe_layer_freq" in wanted:
+        wanted["moe_layer_freq"] = layer_freq(wanted["moe_layer_freq"])
+    notes = []
+    seq_length = typed.get("seq_length", TrainingConfig().seq_length)
+    plain = make_model({**base, **_essentials(base, wanted)}, {})
+    if _grows(plain, base, wanted, seq_length):
+        base["max_position_embeddings"] = seq_length
+        notes.append(f"learned positions grown to --seq_length {seq_length}")
+    model = make_model(base, {**wanted, **_name(typed)})
+    notes += _changes(typed, plain, model)
+    _check_frame(typed.get("frame", "Megatron"), model)
+    parallel = _pick(ParallelConfig, {"tensor_model_parallel_size": tp, **typed})
+    if parallel.enable_sequence_parallel and not parallel.sequence_parallel:
+        notes.append("--enable_sequence_parallel has no effect with one TP rank")
+    job = Job(model=model, parallel=parallel, training=_training(typed))
+    return Configured(job, tuple(notes), tuple(warnings))
+
+
+def _base(typed: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
+    """Fields of the preset or file that -m names, its default TP, and warnings."""
+    name = typed.get("model_size")
+    if name is None:
+        if all(field in typed for field in ESSENTIAL):
+            return {}, DEFAULT_TP, []
+        name = DEFAULT_PRESET
+    if name not in PRESETS:
+        from aicb.modelfile import load, looks_like_path  # only where it may be a file
+
+        if looks_like_path(name):
+            loaded, warnings = load(name)
+            return loaded, DEFAULT_TP, warnings
+    found = preset(name)
+    return dict(found.fields), found.tensor_model_parallel_size, []
+
+
+def _essentials(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What an architecture given by flags alone starts from, so that a `plain` model exists to compare with."""
+    return {} if base else {name: wanted[name] for name in ESSENTIAL}
+
+
+def _grows(plain: ModelConfig, base: Mapping[str, Any], wanted: Mapping[str, Any], seq_length: int) -> bool:
+    """A preset's learned positions grow with the sequence, unless typed."""
+    kind = wanted.get("position_embedding_type", plain.position_embedding_type)
+    rows = base.get("max_position_embeddings", plain.max_position_embeddings)
+    return kind == "learned_absolute" and "max_position_embeddings" not in wanted and bool(seq_length > rows)
+
+
+def _name(typed: Mapping[str, Any]) -> dict[str, str]:
+    name = typed.get("model_name")
+    if name is None:
+        return {}
+    require(
+        bool(name) and name.isprintable() and not set(name) & set("/\\ ") and not name.startswith("."),
+        f"--model_name {name!r} must be usable in a file name: no blanks, slashes or control characters",
+    )
+    return {"name": name}
+
+
+def _changes(typed: Mapping[str, Any], plain: ModelConfig, model: ModelConfig) -> list[str]:
+    """Name where the model departs from the preset or file, so that nobody takes it for the original."""
+    if typed.get("model_size") is None and plain.name == "custom":
+        return []
+    names = [field.name for field in fields(ModelConfig) if field.name not in ("name", "max_position_embeddings")]
+    changed = [f"{name} {getattr(model, name)}" for name in names if getattr(model, name) != getattr(plain, name)]
+    return [f"{plain.name} with {', '.join(changed)}"] if changed else []
+
+
+def _check_frame(frame: str, model: ModelConfig) -> None:
+    if frame == "DeepSeek":
+        require(
+            model.multi_latent_attention,
+            f"--frame DeepSeek is for models with latent attention, and {model.name} has none: use --frame Megatron",
+        )
+    elif frame != "Megatron":
+        raise UserError(f"--frame {frame}: only Megatron, or DeepSeek for models with latent attention")
+
+
+def _pick(config: type[Any], values: Mapping[str, Any]) -> Any:
+    """Build a configuration from those values that are its fields."""
+    return config(**{field.name: values[field.name] for field in fields(config) if field.name in values})
+
+
+def _training(typed: Mapping[str, Any]) -> TrainingConfig:
+    values = dict(typed)
+    if values.get("recompute_activations"):
+        require(
+            values.get("recompute_granularity", "selective") == "selective",
+            f"--recompute_activations and --recompute_granularity {values.get('recompute_granularity')} exclude each "
+            "other: choose one",
+        )
+        values["recompute_granularity"] = "selective"
+    if "use_flash_attn" not in values and values.get("dtype") == "float32":
+        values["use_flash_attn"] = False
+    training: TrainingConfig = _pick(TrainingConfig, values)
+    return training
+
+
+def layer_freq(text: str) -> int | tuple[int, ...]:
+    """Read --moe_layer_freq: an integer, or a list such as [0,1,1] or ([0]*1+[1]*26), as Megatron-LM takes it."""
+    compact = text.replace(" ", "").strip("()")
+    if compact.isascii() and compact.isdigit() and len(compact) < 10:
+        return int(compact)
+    pattern: list[int] = []
+    for part in compact.split("+"):
+        found = re.fullmatch(r"\[([01](?:,[01])*),?\](?:\*(\d{1,5}))?", part)
+        if found is None:
+            raise UserError(f"--moe_layer_freq {text} must be an integer or a list of 0 and 1: [0,1,1] or [0]*1+[1]*26")
+        pattern += [int(item) for item in found[1].split(",")] * int(found[2] or 1)
+    return tuple(pattern)

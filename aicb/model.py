@@ -1,0 +1,326 @@
+"""What the network is: ModelConfig, and the presets as data.
+
+A preset is a dict of ModelConfig's fields; whatever the user types wins over it. Field names are Megatron-LM's flag
+names, so that a message can name the flag to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from aicb.errors import UserError, nearest, require
+
+POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+LOAD_BALANCING = ("aux_loss", "none")
+# What `--multi_latent_attention` and the experts need, and what has no meaning without them.
+MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
+MOE_FIELDS = (
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "moe_router_load_balancing_type",
+    "moe_grouped_gemm",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A transformer as Megatron-Core builds it. Sizes in elements; every field is resolved (no None)."""
+
+    name: str
+    """Goes into file names and summaries."""
+    num_layers: int
+    """Transformer layers over all pipeline stages."""
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Key/value heads; equal to num_attention_heads without grouped-query attention."""
+    kv_channels: int
+    """Width of one attention head."""
+    ffn_hidden_size: int
+    """Width of the dense MLP (of the dense layers, in a mixture of experts)."""
+    vocab_size: int
+    """Unpadded."""
+    make_vocab_size_divisible_by: int = 128
+    max_position_embeddings: int = 4096
+    """Rows of the learned position table; of no effect with rope."""
+    position_embedding_type: str = "learned_absolute"
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    squared_relu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    """A bias on the QKV projection alone (Qwen2), where add_bias_linear is off."""
+    qk_layernorm: bool = False
+    """Norms on query and key (per head), or on the low-rank queries and keys of latent attention."""
+    untie_embeddings_and_output_weights: bool = False
+    num_experts: int = 0
+    """0: no mixture of experts."""
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    """Width of one expert."""
+    moe_shared_expert_intermediate_size: int = 0
+    """Width of all shared experts together; 0: none."""
+    moe_layer_freq: tuple[int, ...] = ()
+    """One 0 (dense) or 1 (experts) per layer; empty without experts."""
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_grouped_gemm: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int = 0
+    """0: queries are projected from the hidden state directly."""
+    kv_lora_rank: int = 0
+    qk_nope_dim: int = 0
+    qk_rope_dim: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"):
+            _positive(self, name)
+        for name in ("ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"):
+            _positive(self, name)
+        _one_of(self, "position_embedding_type", POSITION_EMBEDDINGS)
+        _one_of(self, "normalization", NORMALIZATIONS)
+        require(not (self.swiglu and self.squared_relu), "--swiglu and --squared_relu exclude each other: choose one")
+        require(
+            self.num_attention_heads % self.num_query_groups == 0,
+            f"--num_attention_heads {self.num_attention_heads} must be a multiple of "
+            f"--num_query_groups {self.num_query_groups}",
+        )
+        if self.position_embedding_type == "rope":
+            rotary = self.qk_rope_dim if self.multi_latent_attention else self.kv_channels
+            require(rotary % 2 == 0, f"rotary positions need an even head width, not {rotary} (--kv_channels)")
+        if self.num_experts:
+            self._check_experts()
+        if self.multi_latent_attention:
+            self._check_latent_attention()
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"):
+            _positive(self, name)
+        require(
+            self.moe_router_topk <= self.num_experts,
+            f"--moe_router_topk {self.moe_router_topk} must not exceed --num_experts {self.num_experts}",
+        )
+        shared = self.moe_shared_expert_intermediate_size
+        require(shared >= 0, f"--moe_shared_expert_intermediate_size {shared} must not be negative")
+        _one_of(self, "moe_router_load_balancing_type", LOAD_BALANCING)
+        pattern = self.moe_layer_freq
+        require(
+            len(pattern) == self.num_layers and set(pattern) <= {0, 1},
+            f"--moe_layer_freq needs one 0 or 1 for each of --num_layers {self.num_layers}, not {len(pattern)} entries",
+        )
+        require(1 in pattern, "--moe_layer_freq / --n_dense_layers leave no layer with experts")
+
+    def _check_latent_attention(self) -> None:
+        for name in MLA_FIELDS[1:]:
+            _positive(self, name)
+        require(self.q_lora_rank >= 0, f"--q_lora_rank {self.q_lora_rank} must not be negative (0: none)")
+        require(
+            self.position_embedding_type == "rope",
+            f"--multi_latent_attention needs --position_embedding_type rope, not {self.position_embedding_type}",
+        )
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers whose MLP is dense."""
+        return self.num_layers - sum(self.moe_layer_freq)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` (0-based over the whole model) is a mixture of experts."""
+        return bool(self.moe_layer_freq) and self.moe_layer_freq[layer] == 1
+
+
+def _positive(model: ModelConfig, name: str) -> None:
+    value = getattr(model, name)
+    require(value >= 1, f"--{name} {value} must be at least 1")
+
+
+def _one_of(model: ModelConfig, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(model, name)
+    require(value in allowed, f"--{name} {value} must be one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named architecture and the tensor parallelism that its users' script runs it with."""
+
+    fields: Mapping[str, Any]
+    """ModelConfig fields; what is left out is derived (see make_model)."""
+    tensor_model_parallel_size: int
+    source: str
+    """Where the architecture is published."""
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int, tp: int) -> Preset:
+    config = {"name": name, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return Preset(config, tp, "GPT-3 style, Megatron-LM defaults, GPT-2 vocabulary")
+
+
+_LLAMA_STYLE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, tp: int = 8, **more: Any
+) -> Preset:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_query_groups": kv}
+    config = {"name": name, **sizes, "ffn_hidden_size": ffn, "vocab_size": vocab, **_LLAMA_STYLE, **more}
+    return Preset(config, tp, f"config.json published with {name}")
+
+
+def _deepseek(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: tuple[int, int],
+    vocab: int,
+    experts: tuple[int, int],
+    shared: int,
+    dense: int,
+    q_lora: int,
+) -> Preset:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn[0]}
+    moe = {"num_experts": experts[0], "moe_router_topk": experts[1], "moe_ffn_hidden_size": ffn[1]}
+    more = {"moe_shared_expert_intermediate_size": shared * ffn[1], "n_dense_layers": dense, "qk_layernorm": True}
+    dims = {"q_lora_rank": q_lora, "kv_lora_rank": 512, "qk_nope_dim": 128, "qk_rope_dim": 64, "v_head_dim": 128}
+    config = {"name": name, **sizes, "vocab_size": vocab, **moe, **more, "multi_latent_attention": True, **dims}
+    return Preset({**config, **_LLAMA_STYLE}, 1, f"config.json published with {name} (no MTP, no router bias)")
+
+
+PRESETS: dict[str, Preset] = {
+    "7": _gpt("gpt_7B", 36, 4096, 32, tp=4),
+    "13": _gpt("gpt_13B", 40, 5120, 40, tp=8),
+    "22": _gpt("gpt_22B", 48, 6144, 64, tp=8),
+    "175": _gpt("gpt_175B", 96, 12288, 96, tp=8),
+    "405": _llama("llama_405B", 126, 16384, 128, 8, 53248, 128256),
+    "llama2-7b": _llama("llama2_7B", 32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": _llama("llama2_13B", 40, 5120, 40, 40, 13824, 32000),
+    "llama-65b": _llama("llama_65B", 80, 8192, 64, 64, 22016, 32000),
+    "llama3-8b": _llama("llama3_8B", 32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": _llama("llama3_70B", 80, 8192, 64, 8, 28672, 128256),
+    "moe": _llama("Mixtral_8*7B", 32, 4096, 32, 8, 14336, 32000, tp=4, num_experts=8, moe_router_topk=2),
+    "deepseek16": _deepseek("DeepSeek_16B", 27, 2048, 16, (10944, 1408), 102400, (64, 6), 2, 1, 0),
+    "deepseek236": _deepseek("DeepSeek_236B", 60, 5120, 128, (12288, 1536), 102400, (160, 6), 2, 1, 1536),
+    "deepseek671": _deepseek("DeepSeek_671B", 61, 7168, 128, (18432, 2048), 129280, (256, 8), 1, 3, 1536),
+    "qwen3-235b-a22b": _llama(
+        "qwen3_235B_A22B", 94, 4096, 64, 4, 12288, 151936,
+        tp=4, kv_channels=128, qk_layernorm=True, num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=1536,
+    ),
+}  # fmt: skip
+DEFAULT_PRESET = "13"
+ESSENTIAL = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def preset(name: str) -> Preset:
+    """Return the preset `name`. Raises UserError with the nearest names."""
+    if name not in PRESETS:
+        flags = " ".join(f"--{field}" for field in ESSENTIAL)
+        raise UserError(
+            f"-m {name}: no such preset{nearest(name, PRESETS) or ': known are ' + ', '.join(PRESETS)}; "
+            f"a config.json or .toml path works too, or give the architecture by {flags} ..."
+        )
+    return PRESETS[name]
+
+
+def make_model(base: Mapping[str, Any], typed: Mapping[str, Any]) -> ModelConfig:
+    """Build a ModelConfig from `base` (a preset, a file) and what the user typed, which wins.
+
+    Besides ModelConfig's fields, `n_dense_layers` and `n_shared_expert` are understood. What neither gives is derived
+    as Megatron-LM does: num_query_groups = heads, kv_channels = hidden / heads, ffn = 4 hidden, or
+    int(8 hidden / 3 / 64) 64 with SwiGLU. Raises UserError naming flags, values and the rule.
+    """
+    config = {"vocab_size": 50257, **base, **typed}
+    config.setdefault("name", "custom")
+    for name in ESSENTIAL:
+        require(name in config, f"--{name} is missing: an architecture needs {', '.join('--' + n for n in ESSENTIAL)}")
+        require(config[name] >= 1, f"--{name} {config[name]} must be at least 1")
+    if typed.get("squared_relu") and "swiglu" not in typed:
+        config["swiglu"] = False
+    if typed.get("swiglu") and "squared_relu" not in typed:
+        config["squared_relu"] = False
+    _resolve_attention(config, typed)
+    if config.get("ffn_hidden_size") is None:
+        config["ffn_hidden_size"] = default_ffn(config["hidden_size"], config.get("swiglu", False))
+    _resolve_experts(config, typed)
+    unknown = set(config) - {field.name for field in fields(ModelConfig)}
+    require(not unknown, f"unknown model field: {', '.join(sorted(unknown))}")
+    return ModelConfig(**config)
+
+
+def default_ffn(hidden_size: int, swiglu: bool) -> int:
+    """MLP width when none is given: 4 h, or two thirds of it rounded down to 64 with SwiGLU (Megatron-LM's rule)."""
+    return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
+
+
+def _resolve_attention(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    latent = config.get("multi_latent_attention", False)
+    _refuse(typed, MLA_FIELDS, bool(latent), "--multi_latent_attention")
+    if latent:
+        for name in ("num_query_groups", "kv_channels"):
+            require(name not in typed, f"--{name} has no meaning with latent attention (--qk_nope_dim, --v_head_dim)")
+        config["num_query_groups"] = heads
+        config["kv_channels"] = config.get("qk_nope_dim", 0) + config.get("qk_rope_dim", 0)
+        if "position_embedding_type" not in config:
+            config["position_embedding_type"] = "rope"
+        require(config["kv_channels"] > 0, "--multi_latent_attention needs --qk_nope_dim and --qk_rope_dim")
+    if config.get("num_query_groups") is None:
+        config["num_query_groups"] = heads
+    if config.get("kv_channels") is None:
+        require(
+            hidden % heads == 0,
+            f"--hidden_size {hidden} must be a multiple of --num_attention_heads {heads} unless --kv_channels is given",
+        )
+        config["kv_channels"] = hidden // heads
+
+
+def _resolve_experts(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
+    experts = config.get("num_experts") or 0
+    wanted = config.pop("moe_enable", None)
+    require(not wanted or experts > 0, "--moe_enable needs --num_experts")
+    names = (*MOE_FIELDS, "n_dense_layers", "n_shared_expert")
+    _refuse(typed, names, experts > 0, "--num_experts")
+    dense, shared = config.pop("n_dense_layers", None), config.pop("n_shared_expert", None)
+    if not experts:
+        config.pop("moe_layer_freq", None)
+        return
+    width = config.get("moe_ffn_hidden_size") or config["ffn_hidden_size"]
+    config["moe_ffn_hidden_size"] = width
+    if "n_shared_expert" in typed:
+        require(
+            "moe_shared_expert_intermediate_size" not in typed,
+            "--n_shared_expert and --moe_shared_expert_intermediate_size exclude each other: choose one",
+        )
+        require(shared is not None and shared >= 0, f"--n_shared_expert {shared} must not be negative")
+        config["moe_shared_expert_intermediate_size"] = shared * width
+    config["moe_layer_freq"] = _layer_pattern(config, typed, dense)
+
+
+def _layer_pattern(config: Mapping[str, Any], typed: Mapping[str, Any], dense: int | None) -> tuple[int, ...]:
+    layers, freq = config["num_layers"], config.get("moe_layer_freq", 1)
+    if "n_dense_layers" in typed and "moe_layer_freq" in typed:
+        raise UserError("--n_dense_layers and --moe_layer_freq exclude each other: choose one")
+    if dense is not None and "moe_layer_freq" not in typed:
+        require(0 <= dense < layers, f"--n_dense_layers {dense} must be from 0 to --num_layers {layers} less 1")
+        return (0,) * dense + (1,) * (layers - dense)
+    if isinstance(freq, int):
+        require(freq >= 1, f"--moe_layer_freq {freq} must be at least 1")
+        return tuple(int(layer % freq == 0) for layer in range(layers))
+    return tuple(int(layer) for layer in freq)
+
+
+def _refuse(typed: Mapping[str, Any], names: tuple[str, ...], usable: bool, needs: str) -> None:
+    """A flag that the model cannot use is an error, never ignored."""
+    for name in names:
+        if typed.get(name) and not usable:
+            raise UserError(f"--{name} {typed[name]} has no meaning without {needs}")

@@ -1,0 +1,101 @@
+"""What `generate` says about a workload it wrote: one dict, as JSON or as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from aicb import units
+from aicb.job import Job
+from aicb.kernels import optimizer_elements
+from aicb.parameters import whole_model_parameters
+from aicb.times import ComputeTimes, unused_on_stage
+from aicb.workload import Iteration
+
+Summary = dict[str, Any]
+
+
+def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, notes: tuple[str, ...]) -> Summary:
+    """Return the summary of one written file; times in ns, sizes in bytes, both of the whole file."""
+    repeat = job.training.epoch_num
+    sent: Counter[str] = Counter()
+    for (_, collective), count in iteration.collectives().items():
+        sent[collective.group] += collective.bytes * count * repeat
+    held = job.parameters()
+    return {
+        "file": str(path),
+        "model": job.model.name,
+        "parameters_total": whole_model_parameters(job.model),
+        "parameters_rank": held.dense + held.expert,
+        "parameters_rank_optimizer": optimizer_elements(job),
+        "world_size": job.parallel.world_size,
+        "dp": job.dp,
+        "tp": job.tp,
+        "pp": job.pp,
+        "ep": job.ep,
+        "sequence_parallel": job.sp,
+        "ga": job.ga,
+        "global_batch": job.training.global_batch,
+        "micro_batch": job.training.micro_batch,
+        "seq_length": job.training.seq_length,
+        "dtype": job.training.dtype,
+        "iterations": repeat,
+        "pp_rank": job.pp_rank,
+        "vpp": job.vpp,
+        "pp_comm_bytes": job.pp_comm,
+        "layers": len(job.layers),
+        "first_layer": job.layers.start,
+        "embedding": job.is_first,
+        "head": job.is_last,
+        "rows": iteration.rows * repeat,
+        "bytes_per_group": dict(sorted(sent.items())),
+        "compute_ns": {column: ns * repeat for column, ns in iteration.compute_ns()._asdict().items()},
+        "times_from": times.source,
+        "gradients": times.gradients,
+        "notes": [*notes, *_notes(job, times)],
+        "warnings": list(times.warnings),
+    }
+
+
+def _notes(job: Job, times: ComputeTimes) -> list[str]:
+    notes = []
+    elsewhere = unused_on_stage(job, times)
+    if elsewhere:
+        notes.append(f"measured, but run on other stages or not at all here: {', '.join(elsewhere)}")
+    unmeasured = [kernel.name for kernel in times.table if times.kernels and kernel.name not in times.kernels]
+    if unmeasured:
+        notes.append(f"not measured by this profile, counted as 0: {', '.join(unmeasured)}")
+    if job.pp > 1:
+        notes.append(f"one file shows one stage: this is stage {job.pp_rank} of 0 to {job.pp - 1} (--pp_rank)")
+        if not job.model.untie_embeddings_and_output_weights and (job.is_first or job.is_last):
+            notes.append("the tied embedding's all-reduce between first and last stage has no word in this format")
+    if job.model.num_experts:
+        notes.append(f"routing: the busiest rank gets {job.training.moe_load_imbalance:g} x the mean (1: uniform)")
+    return notes
+
+
+def render(summary: Summary) -> str:
+    """Return the summary as aligned lines."""
+    s = summary
+    parts = [f"layers {s['first_layer']} to {s['first_layer'] + s['layers'] - 1}"]
+    parts += ["embedding"] * s["embedding"] + ["head"] * s["head"]
+    groups = ", ".join(f"{group} {units.size(size)}" for group, size in s["bytes_per_group"].items())
+    compute = ", ".join(f"{column} {units.duration(ns)}" for column, ns in s["compute_ns"].items())
+    lines = {
+        "model": f"{s['model']}, {s['parameters_total']:,} parameters; this rank {s['parameters_rank']:,}, "
+        f"its optimizer {s['parameters_rank_optimizer']:,}",
+        "split": f"{s['world_size']} GPUs = DP {s['dp']} x TP {s['tp']} x PP {s['pp']}, EP {s['ep']}, "
+        f"sequence parallel {'on' if s['sequence_parallel'] else 'off'}",
+        "batch": f"global {s['global_batch']}, micro {s['micro_batch']}, ga {s['ga']}, sequence {s['seq_length']}, "
+        f"{s['dtype']}",
+        "stage": f"{s['pp_rank']} of {s['pp']}: {', '.join(parts)}; vpp {s['vpp']}, "
+        f"pp_comm {units.size(s['pp_comm_bytes'])}",
+        "rows": f"{s['rows']:,} ({s['iterations']} iteration{'s' if s['iterations'] > 1 else ''})",
+        "sent": groups or "nothing",
+        "compute": compute,
+        "times": f"{s['times_from']}; gradients {s['gradients']}",
+    }
+    text = [f"{name:<9}{value}" for name, value in lines.items()]
+    text += [f"{'note':<9}{note}" for note in s["notes"]]
+    return "\n".join([*text, f"{'file':<9}{s['file']}"])

@@ -1,0 +1,36 @@
+"""Numbers as people read them, each with its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units: 33554432 is 33.55 MB."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError(value)
+
+
+def duration(ns: float) -> str:
+    """Nanoseconds in the unit that fits: 1820000 is 1.820 ms."""
+    for factor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if ns >= factor:
+            return f"{ns / factor:.3f} {unit}"
+    return f"{ns:g} ns"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table: the first column to the left, the others to the right."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
