@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error))
     except BrokenPipeError:  # `aicb show FILE | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes stdout once more at its end
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - Python flushes stdout once more at its end
         return 0
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -165,20 +165,20 @@ def head(job: Job) -> tuple[Step, ...]:
 def start_of_iteration(job: Job) -> tuple[Step, ...]:
     """Parameter gather, gradient reduction and optimizer; gradients are reduced in fp32."""
     g, held = groups(job), job.parameters()
-    dense, expert, d = held.dense_buffer, held.expert_buffer, job.element_bytes
+    expert, d = held.expert_bucket, job.element_bytes
     if job.training.use_distributed_optimizer:
-        reduced = [
-            Step("grad_gather", wg=g.make("ALLGATHER", "DP", d * dense)),
-            Step("grad_param_comm", wg=g.make("REDUCESCATTER", "DP", 4 * dense)),
+        reduced = [Step("grad_gather", wg=g.make("ALLGATHER", "DP", d * dense)) for dense in held.dense_buckets]
+        reduced += [
+            Step("grad_param_comm", wg=g.make("REDUCESCATTER", "DP", 4 * dense)) for dense in held.dense_buckets
         ]
         of_experts = [
             Step("moe_grad_norm1", wg=g.make("ALLGATHER", "DP_EP", d * expert)),
             Step("moe_grad_norm2", wg=g.make("REDUCESCATTER", "DP_EP", 4 * expert)),
         ]
     else:
-        reduced = [Step("grad_param_comm", wg=g.make("ALLREDUCE", "DP", 4 * dense))]
+        reduced = [Step("grad_param_comm", wg=g.make("ALLREDUCE", "DP", 4 * held.dense))]
         of_experts = [Step("moe_grad_norm1", wg=g.make("ALLREDUCE", "DP_EP", 4 * expert))]
-    norms = Step("layernorm", ig=g.make("ALLREDUCE", "TP", 4 * held.sequence_parallel))
+    norms = Step("layernorm", ig=g.make("ALLREDUCE", "TP", 4 * held.tp_summed))
     sent = [step for step in (*reduced, norms, *of_experts) if step.ig or step.wg]
     position = sum(step.row.startswith("grad_") for step in sent)
     return (*sent[:position], Step("grad_param_compute"), *sent[position:])

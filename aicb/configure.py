@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from aicb.errors import UserError, require
@@ -41,12 +41,12 @@ def configure(typed: Mapping[str, Any]) -> Configured:
         wanted["moe_layer_freq"] = layer_freq(wanted["moe_layer_freq"])
     notes = []
     seq_length = typed.get("seq_length", TrainingConfig().seq_length)
-    plain = make_model({**base, **_essentials(base, wanted)}, {})
-    if _grows(plain, base, wanted, seq_length):
-        base["max_position_embeddings"] = seq_length
-        notes.append(f"learned positions grown to --seq_length {seq_length}")
     model = make_model(base, {**wanted, **_name(typed)})
-    notes += _changes(typed, plain, model)
+    if _grows(model, wanted, seq_length):
+        model = replace(model, max_position_embeddings=seq_length)
+        notes.append(f"learned positions grown to --seq_length {seq_length}")
+    if base:
+        notes += _changes(make_model(base, {}), model)
     _check_frame(typed.get("frame", "Megatron"), model)
     parallel = _pick(ParallelConfig, {"tensor_model_parallel_size": tp, **typed})
     if parallel.enable_sequence_parallel and not parallel.sequence_parallel:
@@ -72,16 +72,10 @@ def _base(typed: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
     return dict(found.fields), found.tensor_model_parallel_size, []
 
 
-def _essentials(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What an architecture given by flags alone starts from, so that a `plain` model exists to compare with."""
-    return {} if base else {name: wanted[name] for name in ESSENTIAL}
-
-
-def _grows(plain: ModelConfig, base: Mapping[str, Any], wanted: Mapping[str, Any], seq_length: int) -> bool:
-    """A preset's learned positions grow with the sequence, unless typed."""
-    kind = wanted.get("position_embedding_type", plain.position_embedding_type)
-    rows = base.get("max_position_embeddings", plain.max_position_embeddings)
-    return kind == "learned_absolute" and "max_position_embeddings" not in wanted and bool(seq_length > rows)
+def _grows(model: ModelConfig, wanted: Mapping[str, Any], seq_length: int) -> bool:
+    """Learned positions grow with the sequence, unless typed."""
+    learned = model.position_embedding_type == "learned_absolute"
+    return learned and "max_position_embeddings" not in wanted and seq_length > model.max_position_embeddings
 
 
 def _name(typed: Mapping[str, Any]) -> dict[str, str]:
@@ -95,10 +89,8 @@ def _name(typed: Mapping[str, Any]) -> dict[str, str]:
     return {"name": name}
 
 
-def _changes(typed: Mapping[str, Any], plain: ModelConfig, model: ModelConfig) -> list[str]:
+def _changes(plain: ModelConfig, model: ModelConfig) -> list[str]:
     """Name where the model departs from the preset or file, so that nobody takes it for the original."""
-    if typed.get("model_size") is None and plain.name == "custom":
-        return []
     names = [field.name for field in fields(ModelConfig) if field.name not in ("name", "max_position_embeddings")]
     changed = [f"{name} {getattr(model, name)}" for name in names if getattr(model, name) != getattr(plain, name)]
     return [f"{plain.name} with {', '.join(changed)}"] if changed else []

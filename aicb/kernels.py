@@ -304,7 +304,7 @@ def optimizer_elements(job: Job) -> int:
     held = job.parameters()
     if not job.training.use_distributed_optimizer:
         return held.dense + held.expert
-    return held.dense_buffer // job.dp + held.expert_buffer // job.parallel.expert_data_parallel_size
+    return sum(held.dense_buckets) // job.dp + held.expert_bucket // job.parallel.expert_data_parallel_size
 
 
 def _optimizer(job: Job) -> Iterator[Kernel]:

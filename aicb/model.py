@@ -307,7 +307,8 @@ def _resolve_experts(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
 
 
 def _layer_pattern(config: Mapping[str, Any], typed: Mapping[str, Any], dense: int | None) -> tuple[int, ...]:
-    layers, freq = config["num_layers"], config.get("moe_layer_freq", 1)
+    layers: int = config["num_layers"]
+    freq = config.get("moe_layer_freq", 1)
     if "n_dense_layers" in typed and "moe_layer_freq" in typed:
         raise UserError("--n_dense_layers and --moe_layer_freq exclude each other: choose one")
     if dense is not None and "moe_layer_freq" not in typed:

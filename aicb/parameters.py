@@ -22,7 +22,11 @@ class Tensor:
     expert: bool = False
     """Sharded over the expert-parallel group: its gradient goes through DP/EP."""
     sequence_parallel: bool = False
-    """Its gradient is partial on each TP rank under sequence parallelism, and is summed over the TP group."""
+    """Marked so under sequence parallelism: each TP rank has a part of its gradient, which is summed over TP."""
+    every_head: bool = False
+    """A norm on query or key: replicated over TP beside split heads, so summed over TP even without SP."""
+    own_bucket: bool = False
+    """A tied embedding that another stage holds too: the distributed optimizer reduces it apart from the rest."""
 
     @property
     def elements(self) -> int:
@@ -42,9 +46,12 @@ class RankParameters:
     dense: int
     expert: int
     sequence_parallel: int
-    dense_buffer: int
-    """`dense` as padded in the distributed optimizer's buffer (equal to `dense` without it)."""
-    expert_buffer: int
+    """Marked sequence-parallel."""
+    tp_summed: int
+    """Those whose gradients are summed over the TP group."""
+    dense_buckets: tuple[int, ...]
+    """`dense` as it is reduced: padded under the distributed optimizer, a shared embedding apart."""
+    expert_bucket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,35 +77,41 @@ def whole_model_parameters(model: ModelConfig) -> int:
 
 
 def rank_parameters(all_tensors: Iterable[Tensor], dp: int, expert_dp: int, distributed: bool) -> RankParameters:
-    """Sum one rank's tensors; with the distributed optimizer also its padded buffers.
+    """Sum one rank's tensors, and pad the distributed optimizer's buckets.
 
-    Each tensor starts at a multiple of 64 elements and the buffer ends at a multiple of lcm(group size, 128)
+    Each tensor starts at a multiple of 64 elements and a bucket ends at a multiple of lcm(group size, 128)
     (Megatron-Core's param_and_grad_buffer.py).
     """
-    dense = expert = marked = dense_aligned = expert_aligned = 0
-    for tensor in all_tensors:
-        if tensor.expert:
-            expert += tensor.elements
-            expert_aligned += tensor.aligned
-        else:
-            dense += tensor.elements
-            dense_aligned += tensor.aligned
-        marked += tensor.elements if tensor.sequence_parallel else 0
-    if not distributed:
-        return RankParameters(dense, expert, marked, dense, expert)
-    return RankParameters(dense, expert, marked, _padded(dense_aligned, dp), _padded(expert_aligned, expert_dp))
+    held = list(all_tensors)
+    expert = [tensor for tensor in held if tensor.expert]
+    shared = [tensor for tensor in held if tensor.own_bucket and distributed]
+    rest = [tensor for tensor in held if tensor not in expert and tensor not in shared]
+    dense = _count(rest) + _count(shared)
+    return RankParameters(
+        dense=dense,
+        expert=_count(expert),
+        sequence_parallel=_count(tensor for tensor in held if tensor.sequence_parallel),
+        tp_summed=_count(tensor for tensor in held if tensor.sequence_parallel or tensor.every_head),
+        dense_buckets=tuple(_padded(part, dp) for part in (rest, shared) if part) if distributed else (dense,),
+        expert_bucket=_padded(expert, expert_dp) if distributed else _count(expert),
+    )
 
 
-def _padded(elements: int, group: int) -> int:
+def _count(some: Iterable[Tensor]) -> int:
+    return sum(tensor.elements for tensor in some)
+
+
+def _padded(bucket: Iterable[Tensor], group: int) -> int:
     unit = lcm(group, 128)
-    return -(-elements // unit) * unit
+    return -(-sum(tensor.aligned for tensor in bucket) // unit) * unit
 
 
 def tensors(model: ModelConfig, shard: Shard) -> Iterator[Tensor]:
     """Yield the parameter tensors of a rank that holds `shard`."""
     vocab, hidden = shard.vocab // shard.tp, model.hidden_size
+    elsewhere_too = not model.untie_embeddings_and_output_weights and shard.first != shard.last
     if shard.first:
-        yield Tensor("embedding.word_embeddings.weight", (vocab, hidden))
+        yield Tensor("embedding.word_embeddings.weight", (vocab, hidden), own_bucket=elsewhere_too)
         if model.position_embedding_type == "learned_absolute":
             yield Tensor("embedding.position_embeddings.weight", (model.max_position_embeddings, hidden))
     experts = sum(model.has_experts(layer) for layer in shard.layers)
@@ -114,13 +127,16 @@ def tensors(model: ModelConfig, shard: Shard) -> Iterator[Tensor]:
     if shard.last:
         yield from _norm("final_layernorm", model, shard, hidden, 1)
         if model.untie_embeddings_and_output_weights or not shard.first:
-            yield Tensor("output_layer.weight", (vocab, hidden))
+            yield Tensor("output_layer.weight", (vocab, hidden), own_bucket=elsewhere_too)
 
 
-def _norm(name: str, model: ModelConfig, shard: Shard, width: int, count: int) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (width,), count, sequence_parallel=shard.sequence_parallel)
-    if model.normalization == "LayerNorm":
-        yield Tensor(f"{name}.bias", (width,), count, sequence_parallel=shard.sequence_parallel)
+def _norm(
+    name: str, model: ModelConfig, shard: Shard, width: int, count: int, *, every_head: bool = False
+) -> Iterator[Tensor]:
+    for part in ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",):
+        yield Tensor(
+            f"{name}.{part}", (width,), count, sequence_parallel=shard.sequence_parallel, every_head=every_head
+        )
 
 
 def _linear(name: str, out: int, into: int, bias: bool, count: int, row_parallel_sp: bool = False) -> Iterator[Tensor]:
@@ -140,10 +156,8 @@ def _attention(model: ModelConfig, shard: Shard, count: int) -> Iterator[Tensor]
     yield from _linear("linear_qkv", qkv, model.hidden_size, bias or model.add_qkv_bias, count)
     yield from _linear("linear_proj", model.hidden_size, heads * width, bias, count, shard.sequence_parallel)
     if model.qk_layernorm:
-        # Replicated over TP while each rank has its own heads: their gradients are summed with or without SP.
-        replicated = Shard(layers=shard.layers, vocab=shard.vocab, sequence_parallel=True)
-        yield from _norm("q_layernorm", model, replicated, width, count)
-        yield from _norm("k_layernorm", model, replicated, width, count)
+        yield from _norm("q_layernorm", model, shard, width, count, every_head=True)
+        yield from _norm("k_layernorm", model, shard, width, count, every_head=True)
 
 
 def _latent_attention(model: ModelConfig, shard: Shard, count: int) -> Iterator[Tensor]:
