@@ -67,9 +67,9 @@ def load(path: str) -> tuple[dict[str, Any], list[str]]:
         raise UserError(
             f"{shown}: byte 0x{data[error.start]:02x} at {error.start} is not UTF-8 text: give a config.json or .toml"
         ) from error
-    suffix = file.suffix.lower()
+    suffix, warnings = file.suffix.lower(), list[str]()
     if suffix == ".toml" or (suffix != ".json" and not text.lstrip().startswith("{")):
-        base, warnings = _model_of_toml(_parse(text, shown, "TOML", _parse_toml), shown, file.stem), []
+        base = _model_of_toml(_parse(text, shown, "TOML", _parse_toml), shown, file.stem)
     else:
         from aicb.huggingface import read_config  # only where there is one
 
@@ -113,8 +113,10 @@ def _read(path: str, shown: str) -> tuple[Path, bytes]:
 def _parse(text: str, shown: str, what: str, parse: Callable[[str], _T]) -> _T:
     try:
         return parse(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else printable(" ".join(str(error).split()))
+    except RecursionError as error:
+        raise UserError(f"{shown}: not valid {what}: nested too deeply; is it another file?") from error
+    except ValueError as error:
+        reason = printable(" ".join(str(error).split()))[:200]
         raise UserError(f"{shown}: not valid {what}: {reason}; is the file whole?") from error
 
 
@@ -151,7 +153,7 @@ def _model_of_toml(values: Mapping[str, Any], shown: str, stem: str) -> dict[str
         if key not in known:
             hint = nearest(key, known) or f": known are {', '.join(known)}"
             raise UserError(f"{shown}: {show(key)} is no field of a model{hint}; correct or remove it")
-    base = {"name": file_name(stem) or "custom"}
+    base: dict[str, Any] = {"name": file_name(stem) or "custom"}
     base |= {key: _typed(f"{shown}: {key}", key, value) for key, value in values.items()}
     for key in ESSENTIAL:
         require(key in base, f"{shown}: {key} is missing: a model needs {', '.join(ESSENTIAL)}; add it to the file")
@@ -167,7 +169,7 @@ def _model_of_toml(values: Mapping[str, Any], shown: str, stem: str) -> dict[str
 
 def _refuse_unusable(base: Mapping[str, Any], shown: str) -> None:
     """What the model cannot use is an error, not ignored; the value that says nothing may stand."""
-    neutral = {key: (_FIELDS[key].default,) for key in (*MOE_FIELDS, *MLA_FIELDS)}
+    neutral: dict[str, tuple[Any, ...]] = {key: (_FIELDS[key].default,) for key in (*MOE_FIELDS, *MLA_FIELDS)}
     neutral |= {"moe_layer_freq": (1, ()), "n_dense_layers": (0,), "n_shared_expert": (0,)}
     for needs, keys in (("num_experts", (*MOE_FIELDS, *_EXTRA)), ("multi_latent_attention", MLA_FIELDS)):
         for key in () if base.get(needs) else keys:
@@ -210,7 +212,7 @@ def show(value: object) -> str:
     """A value as a message shows it: in JSON's words, short, printable, on one line."""
     import json
 
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         return "(an object)" if isinstance(value, dict) else f"(a list of {len(value)})"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "(a huge number)"
@@ -231,6 +233,8 @@ def file_name(text: str) -> str:
 
 def export_toml(name: str) -> str:
     """Return the TOML of the preset `name`, every field with what it means. Raises UserError for an unknown preset."""
+    import json  # true, numbers, quoted ASCII and lists are written alike in both languages
+
     from aicb.options import OPTIONS
 
     found = preset(name)
@@ -257,11 +261,5 @@ def export_toml(name: str) -> str:
             group = option.group
             lines += ["", f"# {group}"]
         derived = model.multi_latent_attention and option.name in ("num_query_groups", "kv_channels")
-        lines.append(f"{'# ' if derived else ''}{option.name} = {_toml(values[option.name])}  # {option.help}")
+        lines.append(f"{'# ' if derived else ''}{option.name} = {json.dumps(values[option.name])}  # {option.help}")
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    import json
-
-    return json.dumps(value)  # true, numbers, quoted ASCII and lists are written alike in both languages

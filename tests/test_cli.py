@@ -1,0 +1,189 @@
+"""The command line as users meet it: spelling of options, output, exit codes, start-up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aicb.cli import main, switches
+from aicb.options import IGNORED, OPTIONS
+
+REPOSITORY = Path(__file__).parent.parent
+EXAMPLE = str(REPOSITORY / "workload" / "aiob_inputs" / "Example.txt")
+
+# Scripts depend on these names: an option may be added, never renamed.
+NAMES = """
+frame model_name gpu_type world_size tensor_model_parallel_size pipeline_model_parallel expert_model_parallel_size
+context_parallel_size pp_rank num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers
+decoder_last_pipeline_num_layers enable_sequence_parallel use_distributed_optimizer global_batch micro_batch seq_length
+epoch_num num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+make_vocab_size_divisible_by max_position_embeddings position_embedding_type normalization swiglu squared_relu
+add_bias_linear qk_layernorm untie_embeddings_and_output_weights use_flash_attn dtype recompute_activations
+recompute_granularity aiob_enable comp_filepath allow_profile_mismatch fixed_compute_ns min_comm_bytes result_dir
+moe_enable num_experts moe_router_topk moe_grouped_gemm moe_ffn_hidden_size moe_shared_expert_intermediate_size
+n_shared_expert moe_layer_freq n_dense_layers moe_router_load_balancing_type moe_load_imbalance multi_latent_attention
+q_lora_rank kv_lora_rank qk_nope_dim qk_rope_dim v_head_dim force json quiet model_size
+""".split()
+SHORT = "-m --tp --pp --ep --sp --topk --experts --flash_attn --aiob --recompute --grouped_gemm".split()
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_option_names_are_frozen() -> None:
+    assert set(NAMES) <= {option.name for option in OPTIONS}
+    assert set(SHORT) <= {alias for option in OPTIONS for alias in option.aliases}
+
+
+def test_every_switch_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "generate", "--help")
+    for option in OPTIONS:
+        assert f"--{option.name}" in out
+        if option.type is bool:
+            assert f"--no-{option.name}" in out
+
+
+def test_dashes_and_underscores_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    one = run(capsys, "generate", "-m", "7", "--tensor-model-parallel-size", "2", "--no-use-flash-attn", "--json")
+    other = run(capsys, "generate", "-m", "7", "--tensor_model_parallel_size", "2", "--no_use_flash_attn", "--json")
+    assert one == other
+    assert json.loads(one[1])["tp"] == 2
+    assert "flash_attn-False" in json.loads(one[1])["file"]
+
+
+def test_short_names(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "-m moe --tp 2 --pp 2 --ep 4 --sp --topk 1 --experts 16 --flash_attn --recompute --grouped_gemm --json"
+    code, out, _ = run(capsys, "generate", *words.split())
+    summary = json.loads(out)
+    assert code == 0
+    assert (summary["tp"], summary["pp"], summary["ep"], summary["sequence_parallel"]) == (2, 2, 4, True)
+    assert "MOE-True-GEMM-True-flash_attn-True-sp-recompute_selective" in summary["file"]
+
+
+def test_switches_take_the_values_that_scripts_write() -> None:
+    assert switches(["--sp", "off", "--tp", "2"]) == ["--no-sp", "--tp", "2"]
+    assert switches(["--enable-sequence-parallel", "True"]) == ["--enable-sequence-parallel"]
+    assert switches(["--model_name", "off"]) == ["--model_name", "off"]
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_options_without_meaning_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words = [f"--{name}", "1"] if IGNORED[name] else [f"--{name}"]
+    code, out, err = run(capsys, "generate", "-m", "7", *words, "--tp", "2", "--json")
+    assert code == 0
+    assert json.loads(out)["tp"] == 2  # nothing after it is dropped
+    assert err == f"aicb: warning: --{name} has no meaning for the workload and is ignored\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["--world_siz", "4"], "--world_size"),
+        (["--expert_parallel", "4"], "--expert_model_parallel_size"),
+        (["-x"], "-x"),
+    ],
+)
+def test_unknown_options_name_the_nearest(capsys: pytest.CaptureFixture[str], words: list[str], fragment: str) -> None:
+    code, out, err = run(capsys, "generate", "-m", "7", *words, "--tp", "2")
+    assert (code, out) == (2, "")
+    assert "no such option" in err
+    assert fragment in err
+    assert not Path("results").exists()
+
+
+def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "genrate")
+    assert code == 2
+    assert "generate" in err
+    assert err.count("\n") == 1
+
+
+def test_bare_command_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "generate" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, "aicb 0.1.0\n", "")
+
+
+def test_models_lists_every_preset_with_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "models")
+    assert code == 0
+    assert "671,026,404,352" in out
+    assert "gpt_7B" in out
+
+
+def test_check_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    path = run(capsys, "generate", "-m", "7", "--quiet")[1].strip()
+    assert run(capsys, "check", path)[0] == 0
+    broken = Path("broken.txt")
+    broken.write_text(Path(path).read_text().replace("ALLREDUCE", "AllReduce", 1))
+    code, out, _ = run(capsys, "check", path, "broken.txt")
+    assert code == 1
+    assert "broken.txt:6: fwd_comm 'AllReduce'" in out
+    assert run(capsys, "check", "nowhere.txt")[0] == 2
+
+
+def test_show_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "7", "--tp", "2", "--world_size", "16", "--global_batch", "8", "--comp_filepath", EXAMPLE, "--quiet"]
+    path = run(capsys, "generate", *words)[1].strip()
+    code, out, _ = run(capsys, "show", path)
+    assert code == 0
+    # 36 layers of attention 1.820 and MLP 2.478 ms, embedding 0.799 and head 12.894 ms; ga is 1
+    assert "168421000" in out
+    assert "36  " in out.split("attention_layer", 1)[1]
+
+
+def test_show_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", EXAMPLE)
+    assert code == 0
+    assert "12824.0" in out
+    assert "GPU" in out
+
+
+def test_show_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other.txt").write_text("hello\n")
+    code, out, err = run(capsys, "show", "other.txt")
+    assert (code, out) == (2, "")
+    assert "other.txt:1" in err
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("b.txt").write_text(Path(EXAMPLE).read_text().replace("time_gpu_avg: 799", "time_gpu_avg: 1598"))
+    code, out, _ = run(capsys, "compare", EXAMPLE, "b.txt")
+    assert code == 0
+    assert "2.000" in next(line for line in out.splitlines() if line.startswith("Emb"))
+    assert "1.000" in next(line for line in out.splitlines() if line.startswith("atten_qkv"))
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m aicb models | head -1"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(REPOSITORY)}
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["generate", "-m", "7", "--comp_filepath", EXAMPLE], ["models"]])
+def test_start_up_loads_nothing_heavy(words: list[str]) -> None:
+    heavy = ["torch", "numpy", "pandas", "rich", "hypothesis"]
+    code = f"import sys; from aicb.cli import main; assert main({words!r}) == 0; "
+    code += f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(REPOSITORY)}
+    )
+    assert done.stderr == "[]\n"
