@@ -104,14 +104,30 @@ def generate_command(**values: Any) -> None:
     from aicb.generate import generate
 
     typed = _typed(values)
-    summaries = generate(typed, _warn)
-    if typed.get("json"):
+    _print_summaries(generate(typed, _warn), typed)
+
+
+@app.command("profile", context_settings=ALIKE, cls=_Grouped)
+@with_options
+def profile_command(**values: Any) -> None:
+    """Measure every kernel on this machine, then generate the workload from the profile."""
+    from aicb.generate import generate, profile_alone
+
+    typed = {"aiob_enable": True, **_typed(values)}
+    if not typed.get("profile_only"):
+        _print_summaries(generate(typed, _warn), typed)
+    elif path := profile_alone(typed, _warn):
+        typer.echo(path)
+
+
+def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> None:
+    if typed.get("json") and summaries:
         import json
 
         typer.echo(json.dumps(summaries if typed.get("pp_rank") == "all" else summaries[0], indent=2))
     elif typed.get("quiet"):
         typer.echo("\n".join(summary["file"] for summary in summaries))
-    else:
+    elif summaries:
         from aicb.summary import render
 
         typer.echo("\n\n".join(render(summary) for summary in summaries))
@@ -156,8 +172,17 @@ def compare_command(
 
 
 @app.command("models")
-def models_command() -> None:
-    """List the presets."""
+def models_command(
+    export: Annotated[
+        str | None, typer.Option(metavar="NAME", help="print a preset as TOML, to edit and give to -m")
+    ] = None,
+) -> None:
+    """List the presets, or print one as TOML."""
+    if export is not None:
+        from aicb.modelfile import export_toml
+
+        typer.echo(export_toml(export), nl=False)
+        return
     from aicb.show import models
 
     typer.echo(models())

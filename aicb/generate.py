@@ -10,35 +10,84 @@ from aicb import simai
 from aicb.configure import configure
 from aicb.errors import UserError, require
 from aicb.job import Job
-from aicb.naming import gpu_slug, workload_name
+from aicb.naming import gpu_slug, profile_name, workload_name
 from aicb.profile import Profile, read_profile
 from aicb.summary import Summary, summarise
 from aicb.times import ComputeTimes, fixed_times, profile_times
 from aicb.workload import Iteration, build
 
 RESULT_DIR = "results/workload"
+PROFILE_DIR = "results/aiob_outputs"
 
 
 def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summary]:
-    """Write the workload(s) that the typed options ask for; return a summary of each. Raises UserError, OSError."""
+    """Write the workload(s) that the typed options ask for; return a summary of each.
+
+    With --aiob_enable and no profile, this machine is profiled first; ranks of torchrun other than 0 return nothing.
+    Raises UserError, OSError.
+    """
     configured = configure(typed)
-    stages = _stages(configured.job, typed.get("pp_rank", "0"))
-    profile = _profile(typed)
     for warning in configured.warnings:
         warn(warning)
+    stages = _stages(configured.job, typed.get("pp_rank", "0"))
+    profile = _read_profile(typed)
+    if profile is None and typed.get("aiob_enable"):
+        measured = measure(stages[0], typed)
+        if measured is None:
+            return []
+        profile = read_profile(measured)
     built = [(job, *_build(job, typed, profile)) for job in stages]
     if typed.get("pp_rank") == "slowest":
         built = [max(built, key=lambda one: sum(one[2].compute_ns()))]
-    summaries = []
-    for job, times, iteration in built:
-        for warning in times.warnings:
-            warn(warning)
-        gpu = gpu_slug(typed["gpu_type"]) if typed.get("gpu_type") else None
-        path = Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, gpu, times.fixed is not None)
-        repeat = job.training.epoch_num
-        simai.write(path, simai.header(job, repeat), iteration, repeat, typed.get("force", False))
-        summaries.append(summarise(job, times, iteration, path, configured.notes))
-    return summaries
+    return [_write(*one, typed, configured.notes, warn) for one in built]
+
+
+def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> Path | None:
+    """Profile this machine without writing a workload; return the profile's path, None on ranks other than 0."""
+    require("comp_filepath" not in typed, "--profile_only and --comp_filepath exclude each other: choose one")
+    configured = configure(typed)
+    for warning in configured.warnings:
+        warn(warning)
+    return measure(_stages(configured.job, typed.get("pp_rank", "0"))[0], typed)
+
+
+def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
+    """Profile this machine; return the profile's path, None on ranks other than 0. Raises UserError."""
+    try:
+        from profiler.run import Settings, profile_job
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--aiob_enable without --comp_filepath measures this machine, and {error.name} is not installed: install "
+            "the profiler (pip install 'aicb[profiler]'), or give a saved profile with --comp_filepath FILE"
+        ) from error
+    samples = typed.get("train_iter")
+    if samples is None and typed.get("profile_only"):
+        samples = typed.get("epoch_num")  # of a profile alone, iterations can only be samples
+    given = {name: typed[name] for name in ("device", "l2", "time_budget") if name in typed}
+    settings = Settings(**given, **({} if samples is None else {"train_iter": samples}))
+    folder = Path(typed.get("profile_dir", PROFILE_DIR))
+
+    def name_of(gpu: str) -> Path:
+        return folder / profile_name(job, gpu)
+
+    return profile_job(job, settings, name_of)
+
+
+def _write(
+    job: Job,
+    times: ComputeTimes,
+    iteration: Iteration,
+    typed: Mapping[str, Any],
+    notes: tuple[str, ...],
+    warn: Callable[[str], None],
+) -> Summary:
+    for warning in times.warnings:
+        warn(warning)
+    gpu = gpu_slug(typed["gpu_type"]) if typed.get("gpu_type") else None
+    path = Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, gpu, times.fixed is not None)
+    repeat = job.training.epoch_num
+    simai.write(path, simai.header(job, repeat), iteration, repeat, typed.get("force", False))
+    return summarise(job, times, iteration, path, notes)
 
 
 def _stages(job: Job, pp_rank: str) -> list[Job]:
@@ -51,7 +100,7 @@ def _stages(job: Job, pp_rank: str) -> list[Job]:
     return [job.at(int(pp_rank))]
 
 
-def _profile(typed: Mapping[str, Any]) -> Profile | None:
+def _read_profile(typed: Mapping[str, Any]) -> Profile | None:
     path = typed.get("comp_filepath")
     if path is None:
         return None
@@ -66,8 +115,6 @@ def _profile(typed: Mapping[str, Any]) -> Profile | None:
 def _build(job: Job, typed: Mapping[str, Any], profile: Profile | None) -> tuple[ComputeTimes, Iteration]:
     if profile is not None:
         times = profile_times(job, profile, typed.get("allow_profile_mismatch", False))
-    elif typed.get("aiob_enable"):
-        raise UserError("--aiob_enable needs measured times: give a compute profile with --comp_filepath FILE")
     else:
         times = fixed_times(job, typed.get("fixed_compute_ns", 1))
     minimum = typed.get("min_comm_bytes", 0)

@@ -30,6 +30,14 @@ def workload_name(job: Job, gpu: str | None, fixed_times: bool) -> str:
     return "-".join(parts) + ".txt"
 
 
+def profile_name(job: Job, gpu: str) -> str:
+    """Return the file name of a profile measured on `gpu`: what its kernels' shapes depend on."""
+    training = job.training
+    parts = [gpu, f"{job.model.name}-tp{job.tp}-ep{job.ep}-mbs{training.micro_batch}-seq{training.seq_length}"]
+    parts += [training.dtype, f"flash_attn-{training.use_flash_attn}"] + ["sp"] * job.sp
+    return "-".join(parts) + ".txt"
+
+
 def gpu_slug(name: str) -> str:
     """Return a GPU's name as file names carry it: NVIDIA H100 80GB HBM3 is H100-80GB-HBM3."""
     words = "".join(c if c.isalnum() or c in "._" else " " for c in name).split()

@@ -18,7 +18,8 @@ class Option(NamedTuple):
 
 
 MODEL, SPLIT, TRAINING = "Model", "Split over GPUs", "Training"
-EXPERTS, LATENT, TIMES, OUTPUT = "Mixture of experts", "Multi-latent attention", "Compute times", "Output"
+EXPERTS, LATENT = "Mixture of experts", "Multi-latent attention"
+TIMES, MEASURING, OUTPUT = "Compute times", "Measuring (aicb profile, or --aiob_enable alone)", "Output"
 
 OPTIONS = (
     Option("model_size", str, MODEL, "preset, config.json or .toml (default 13; see: aicb models)", ("-m", "--model")),
@@ -80,6 +81,12 @@ OPTIONS = (
     Option("comp_filepath", str, TIMES, "compute profile to take the times from (implies --aiob_enable)"),
     Option("allow_profile_mismatch", bool, TIMES, "use a profile of another slice, with a warning"),
     Option("fixed_compute_ns", int, TIMES, "placeholder where there is no profile, ns (default 1)"),
+    Option("train_iter", int, MEASURING, "samples of each kernel, at least (default 10)"),
+    Option("device", str, MEASURING, "auto (default: the GPU), cuda or cpu"),
+    Option("l2", str, MEASURING, "cold (default: flushed before each call) or hot"),
+    Option("time_budget", float, MEASURING, "seconds for all measuring of a rank"),
+    Option("profile_only", bool, MEASURING, "stop after the profile"),
+    Option("profile_dir", str, MEASURING, "folder of the profile (default results/aiob_outputs)"),
     Option("pp_rank", str, OUTPUT, "stage to write (default 0), all, or slowest"),
     Option("min_comm_bytes", int, OUTPUT, "leave out smaller collectives, for ns-3 (default 0)"),
     Option("gpu_type", str, OUTPUT, "GPU name at the start of the file name"),
