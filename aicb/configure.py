@@ -12,6 +12,7 @@ from aicb.job import Job
 from aicb.model import DEFAULT_PRESET, ESSENTIAL, PRESETS, ModelConfig, make_model, preset
 from aicb.parallel import ParallelConfig
 from aicb.training import TrainingConfig
+from aicb.units import whole_number
 
 DEFAULT_TP = 8
 MODEL_OPTIONS = {field.name for field in fields(ModelConfig)} - {"name"} | {
@@ -129,8 +130,9 @@ def _training(typed: Mapping[str, Any]) -> TrainingConfig:
 def layer_freq(text: str) -> int | tuple[int, ...]:
     """Read --moe_layer_freq: an integer, or a list such as [0,1,1] or ([0]*1+[1]*26), as Megatron-LM takes it."""
     compact = text.replace(" ", "").strip("()")
-    if compact.isascii() and compact.isdigit() and len(compact) < 10:
-        return int(compact)
+    number = whole_number(compact)
+    if number is not None:
+        return number
     pattern: list[int] = []
     for part in compact.split("+"):
         found = re.fullmatch(r"\[([01](?:,[01])*),?\](?:\*(\d{1,5}))?", part)

@@ -14,6 +14,7 @@ from aicb.naming import gpu_slug, profile_name, workload_name
 from aicb.profile import Profile, read_profile
 from aicb.summary import Summary, summarise
 from aicb.times import ComputeTimes, fixed_times, profile_times
+from aicb.units import whole_number
 from aicb.workload import Iteration, build
 
 RESULT_DIR = "results/workload"
@@ -93,11 +94,10 @@ def _write(
 def _stages(job: Job, pp_rank: str) -> list[Job]:
     if pp_rank in ("all", "slowest"):
         return [job.at(rank) for rank in range(job.pp)]
-    require(
-        pp_rank.isascii() and pp_rank.isdigit() and len(pp_rank) < 10,
-        f"--pp_rank {pp_rank} must be a stage from 0 to --pipeline_model_parallel less 1, or all, or slowest",
-    )
-    return [job.at(int(pp_rank))]
+    rank = whole_number(pp_rank)
+    if rank is None:
+        raise UserError(f"--pp_rank {pp_rank} must be the number of a stage, from 0, or all, or slowest")
+    return [job.at(rank)]
 
 
 def _read_profile(typed: Mapping[str, Any]) -> Profile | None:

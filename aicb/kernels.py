@@ -326,11 +326,11 @@ def slice_of(job: Job) -> dict[str, str]:
     model, training = job.model, job.training
     names = ["hidden_size", "num_attention_heads", "ffn_hidden_size", "normalization", "position_embedding_type"]
     names += ["swiglu", "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm"]
-    names += ["num_query_groups", "kv_channels"]
+    names += ["num_query_groups", "kv_channels", "multi_latent_attention", "num_experts"]
     if model.multi_latent_attention:
-        names += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim"]
+        names += ["q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim"]
     if model.num_experts:
-        names += ["num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+        names += ["moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
         names += ["moe_grouped_gemm"]
         if not model.dense_layers:
             names.remove("ffn_hidden_size")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from aicb import units
 from aicb.errors import UserError
 from aicb.job import Job
 from aicb.kernels import GEMM, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
@@ -63,9 +64,9 @@ def table_of(profile: Profile) -> dict[str, Kernel]:
     except (KeyError, ValueError):
         return {}
     table = {kernel.name: kernel for kernel in kernel_table(job)}
-    stated = profile.origin.get("optimizer_elements", "")
-    if stated.isdigit():
-        table[OPTIMIZER] = _optimizer(table[OPTIMIZER], int(stated))
+    stated = units.whole_number(profile.origin.get("optimizer_elements", ""))
+    if stated:
+        table[OPTIMIZER] = _optimizer(table[OPTIMIZER], stated)
     else:
         del table[OPTIMIZER]  # its size is no part of the slice
     return table
@@ -110,7 +111,8 @@ def job_of(origin: Mapping[str, str], sections: Mapping[str, KernelTime]) -> Job
 def _value(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text
+    number = units.whole_number(text)
+    return text if number is None else number
 
 
 def rates(profile: Profile) -> dict[str, dict[str, Rate]]:

@@ -15,7 +15,7 @@ from aicb.workload_file import first_lines, totals
 
 def show(path: Path) -> str:
     """Return the tables of a workload or a compute profile, told apart by their first word. Raises UserError."""
-    if first_lines(path)[0].startswith(KEYWORD):
+    if first_lines(path)[0].startswith(KEYWORD.encode()):
         return workload(path)
     return profile(read_profile(path))
 

@@ -97,7 +97,7 @@ def group_faults(column: str, kind: str, size: int, sizes: Sizes | None) -> Iter
     name = next((name for name in KINDS if kind == name or kind.startswith(f"{name}_")), None)
     suffix = kind[len(name) :] if name else ""
     if name is None or suffix not in ("", "_EP", "_DP_EP"):
-        yield f"{column}_comm {kind!r} is no communication word: it would silently cost nothing"
+        yield f"{column}_comm {kind[:40]!r} is no communication word: it would silently cost nothing"
         return
     group = SUFFIXES[column].get(suffix)
     if group is None:
@@ -119,9 +119,9 @@ def row_faults(fields: list[str], sizes: Sizes | None) -> list[str]:
         return [f"{len(fields)} fields, expected {len(FIELDS)}: {' '.join(FIELDS)}"]
     faults = []
     if "," in fields[0]:
-        faults.append(f"name {fields[0]!r} holds a comma")
+        faults.append(f"name {fields[0][:40]!r} holds a comma")
     if not is_digits(fields[1].removeprefix("-")):
-        faults.append(f"placeholder {fields[1]!r} is no integer (by convention -1)")
+        faults.append(f"placeholder {fields[1][:40]!r} is no integer (by convention -1)")
     for i, column in ((2, "fwd"), (5, "ig"), (8, "wg")):
         time, kind, size = fields[i : i + 3]
         hangs = ": the simulator hangs or ends without a result"
@@ -145,34 +145,38 @@ def is_digits(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def header_faults(values: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with a header whose values are numbers."""
-    over = {key: value for key, value in values.items() if value > INT_MAX}
+def header_faults(values: Mapping[str, int | None]) -> list[str]:
+    """Return what is wrong with a header; a value of None could not be read and is the reader's to report."""
+    known = {key: value for key, value in values.items() if value is not None}
+    over = {key: value for key, value in known.items() if value > INT_MAX}
     faults = [f"{key}: {value} is above {INT_MAX}: the simulator aborts" for key, value in over.items()]
     for key in REQUIRED_KEYS:
         if key not in values:
             faults.append(f"header has no {key}: (the simulator crashes or prints NaN)")
-        elif values[key] == 0:
+        elif known.get(key) == 0:
             faults.append(f"{key}: 0 must be at least 1 (the simulator crashes or prints NaN)")
     if "pp_comm" not in values:
         faults.append("header has no pp_comm: (bytes of one stage-to-stage send; 0 with one stage)")
-    elif values.get("pp") == 1 and values["pp_comm"]:
-        faults.append(f"pp_comm: {values['pp_comm']} with pp: 1 must be 0")
-    elif values.get("pp", 1) > 1 and not values["pp_comm"]:
-        faults.append("pp_comm: 0 with more than one stage")
-    if not faults:
-        tp, pp, ep, world = (values[key] for key in ("model_parallel_NPU_group", "pp", "ep", "all_gpus"))
-        if world % (tp * pp):
-            faults.append(f"all_gpus: {world} is no multiple of model_parallel_NPU_group: {tp} x pp: {pp}")
-        elif world // (tp * pp) % ep:
-            faults.append(f"ep: {ep} does not divide the {world // (tp * pp)} data-parallel ranks")
-    return faults
+    elif known.get("pp") and "pp_comm" in known and (known["pp"] > 1) != (known["pp_comm"] > 0):
+        needed = "bytes of one stage-to-stage send" if known["pp"] > 1 else "0"
+        faults.append(f"pp_comm: {known['pp_comm']} with pp: {known['pp']} must be {needed}")
+    return faults or _split_faults(known)
 
 
-def group_sizes(values: Mapping[str, int]) -> Sizes | None:
-    """Return the group sizes of a header, None when it is faulty."""
-    if header_faults(values):
-        return None
+def _split_faults(known: Mapping[str, int]) -> list[str]:
+    """Return what does not divide in a header that is sound otherwise."""
+    if not set(REQUIRED_KEYS) <= set(known):
+        return []
+    tp, pp, ep, world = (known[key] for key in ("model_parallel_NPU_group", "pp", "ep", "all_gpus"))
+    if world % (tp * pp):
+        return [f"all_gpus: {world} is no multiple of model_parallel_NPU_group: {tp} x pp: {pp}"]
+    if world // (tp * pp) % ep:
+        return [f"ep: {ep} does not divide the {world // (tp * pp)} data-parallel ranks"]
+    return []
+
+
+def group_sizes(values: Mapping[str, int]) -> Sizes:
+    """Return the group sizes of a sound header."""
     tp, pp, ep = (values[key] for key in ("model_parallel_NPU_group", "pp", "ep"))
     dp = values["all_gpus"] // (tp * pp)
     return Sizes(tp, ep, dp, dp // ep)
@@ -197,7 +201,7 @@ def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> It
         yield body * (iteration.ga % at_once) + tail
 
 
-def _lines(rows: tuple[Row, ...], sizes: Sizes | None) -> bytes:
+def _lines(rows: tuple[Row, ...], sizes: Sizes) -> bytes:
     seen: dict[Row, str] = {}  # layers repeat
     for row in rows:
         if row not in seen:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from aicb import units
 from aicb.collectives import stage
 from aicb.errors import UserError, require
 from aicb.job import Job
@@ -45,7 +46,7 @@ class ComputeTimes:
     source: str
     """One phrase for the summary: which file and GPU, or which placeholder."""
     gradients: str
-    """measured, estimated (and how), or fixed."""
+    """measured, estimated (and how, and for which kernels), or fixed."""
     fixed: int | None = None
     """Placeholder of every row's column that has compute, ns; None with a profile."""
     kernels: Mapping[str, Nanoseconds] = field(default_factory=dict)
@@ -59,8 +60,12 @@ class ComputeTimes:
         kinds = {kernel.gradients for kernel in kernels}
         if not kinds:
             return Nanoseconds()
-        ig = self.fixed if kinds & {GEMM, INPUT} else 0
-        return Nanoseconds(self.fixed, ig, self.fixed if kinds & {GEMM, WEIGHT} else 0)
+        placeholder = Nanoseconds(self.fixed, self.fixed, self.fixed)
+        if kinds == {NONE}:
+            return placeholder._replace(fwd=0, wg=0)  # the optimizer's one column is ig
+        return placeholder._replace(
+            ig=self.fixed if kinds & {GEMM, INPUT} else 0, wg=self.fixed if kinds & {GEMM, WEIGHT} else 0
+        )
 
 
 def fixed_times(job: Job, ns: int) -> ComputeTimes:
@@ -92,11 +97,10 @@ def profile_times(job: Job, profile: Profile, allow_mismatch: bool = False) -> C
     warnings += _scale_optimizer(job, profile, kernels)
     warnings += _scale_routed(job, table, kernels)
     gpu = profile.origin.get("gpu")
-    measured = profile.gradients_measured
     return ComputeTimes(
         table=table,
         source=f"{profile.path} (measured on {gpu})" if gpu else f"{profile.path} (GPU unknown: the file does not say)",
-        gradients="measured" if measured else "estimated (GEMM: as forward; other kernels: 2 x forward)",
+        gradients=_gradients(profile, table),
         kernels=kernels,
         warnings=tuple(warnings),
     )
@@ -160,6 +164,7 @@ def unused_on_stage(job: Job, times: ComputeTimes) -> list[str]:
 
 
 def _ns(microseconds: float) -> int:
+    require(microseconds < 1e15, f"a time of {microseconds:g} us in the profile: no kernel takes 30 years")
     return round(microseconds * NS_PER_US)
 
 
@@ -173,23 +178,39 @@ def _kernel_time(kernel: Kernel, section: KernelTime) -> Nanoseconds:
     ig, wg = section.input_grad, section.weight_grad
     if kernel.gradients == NONE:
         return Nanoseconds(ig=forward)  # the optimizer's one column is ig
-    if ig is not None or wg is not None:
-        return Nanoseconds(forward, _ns(ig or 0), _ns(wg or 0))
     estimate = {
         GEMM: Nanoseconds(forward, forward, forward),
         INPUT: Nanoseconds(forward, 2 * forward, 0),
         WEIGHT: Nanoseconds(forward, 0, forward),
-    }
-    return estimate[kernel.gradients]
+    }[kernel.gradients]
+    return Nanoseconds(forward, estimate.ig if ig is None else _ns(ig), estimate.wg if wg is None else _ns(wg))
+
+
+def _gradients(profile: Profile, table: tuple[Kernel, ...]) -> str:
+    """Say how the gradients of the profile's kernels came about."""
+    used = [kernel for kernel in table if kernel.name in profile.sections and kernel.gradients != NONE]
+    estimated = []
+    for kernel in used:
+        section = profile.sections[kernel.name]
+        lacks_ig = kernel.gradients in (GEMM, INPUT) and section.input_grad is None
+        lacks_wg = kernel.gradients in (GEMM, WEIGHT) and section.weight_grad is None
+        if lacks_ig or lacks_wg:
+            estimated.append(kernel.name)
+    if not estimated:
+        return "measured"
+    rule = "GEMM: as forward; other kernels: 2 x forward"
+    if len(estimated) == len(used):
+        return f"estimated ({rule})"
+    return f"measured, but for {', '.join(estimated)} estimated ({rule})"
 
 
 def _scale_optimizer(job: Job, profile: Profile, kernels: dict[str, Nanoseconds]) -> list[str]:
     """An optimizer step is bound by memory: its time goes with the parameters of the rank's shard."""
-    stated, wanted = profile.origin.get("optimizer_elements", ""), optimizer_elements(job)
-    if not stated.isdigit() or int(stated) in (0, wanted):
+    stated, wanted = units.whole_number(profile.origin.get("optimizer_elements", "")), optimizer_elements(job)
+    if not stated or stated == wanted:
         return []
-    kernels[OPTIMIZER] = Nanoseconds(ig=round(kernels[OPTIMIZER].ig * wanted / int(stated)))
-    return [f"{OPTIMIZER} scaled from the {int(stated):,} parameters it was measured on to this rank's {wanted:,}"]
+    kernels[OPTIMIZER] = Nanoseconds(ig=round(kernels[OPTIMIZER].ig * wanted / stated))
+    return [f"{OPTIMIZER} scaled from the {stated:,} parameters it was measured on to this rank's {wanted:,}"]
 
 
 def _scale_routed(job: Job, table: tuple[Kernel, ...], kernels: dict[str, Nanoseconds]) -> list[str]:

@@ -1,8 +1,13 @@
-"""Numbers as people read them, each with its unit."""
+"""Numbers as people write and read them, each with its unit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def whole_number(text: str) -> int | None:
+    """Read plain decimal digits, up to 18 of them; None for anything else (int() takes signs, blanks, other digits)."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def size(count: int) -> str:

@@ -18,9 +18,9 @@ from aicb.simai import (
     SUFFIXES,
     group_sizes,
     header_faults,
-    is_digits,
     row_faults,
 )
+from aicb.units import whole_number
 
 LINE_MAX = 1 << 16
 LINES_KEPT = 100_000
@@ -50,39 +50,35 @@ def blocks(path: Path) -> Iterator[list[bytes]]:
         yield [rest]
 
 
-def first_lines(path: Path) -> tuple[str, str, Iterator[list[bytes]]]:
+def first_lines(path: Path) -> tuple[bytes, bytes, Iterator[list[bytes]]]:
     """Return lines 1 and 2, empty where the file ends, and the blocks of the others."""
     found = blocks(path)
     lines = next(found, [])
     while len(lines) < 3 and (more := next(found, None)) is not None:
         lines += more
-    first, second = (_text(line) for line in [*lines, b"", b""][:2])
+    first, second = [*lines, b"", b""][:2]
     return first, second, chain([lines[2:]], found)
 
 
-def parse_header(line: str) -> tuple[dict[str, int], list[str]]:
-    """Return the header's known keys with their values, and what is wrong with it."""
-    faults: list[str] = []
-    words = line.split()
-    if not words or words[0] != KEYWORD:
-        faults.append(f"the header must start with {KEYWORD}, not {words[0][:40] if words else 'nothing'!r}")
-    values: dict[str, int] = {}
-    for i, word in enumerate(words):
+def parse_header(line: bytes) -> tuple[dict[str, int | None], list[str]]:
+    """Return the header's known keys with their values (None: no plain number), and what is wrong with it."""
+    words = _fields(line)
+    if not words:
+        return {}, [f"no header: line 1 must start with {KEYWORD}"]
+    faults = [] if words[0] == KEYWORD else [f"the header must start with {KEYWORD}, not {words[0][:40]!r}"]
+    values: dict[str, int | None] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         key, colon, rest = word.partition(":")
         if key not in HEADER_KEYS or not colon:
             continue
-        if rest:
-            faults.append(f"{word}: a blank is needed after the colon")
-            continue
-        value = words[i + 1] if i + 1 < len(words) else ""
         if key in values:
             faults.append(f"{key}: given twice")
-        if not is_digits(value) or len(value) > 19:
-            faults.append(f"{key}: {value[:40]!r} is no plain whole number up to {INT_MAX}")
-            values[key] = 1  # reported; the other rules need some number
-        else:
-            values[key] = int(value)
-    return values, faults
+        values[key] = None if rest else whole_number(following)
+        if rest:
+            faults.append(f"{word[:60]}: a blank is needed after the colon")
+        elif values[key] is None:
+            faults.append(f"{key}: {following[:40]!r} is no plain whole number up to {INT_MAX}")
+    return values, faults + header_faults(values)
 
 
 def check(path: Path) -> Iterator[Finding]:
@@ -92,12 +88,11 @@ def check(path: Path) -> Iterator[Finding]:
     """
     head, second, rest = first_lines(path)
     values, faults = parse_header(head)
-    faults += header_faults(values) if not faults else []
     yield from (Finding(1, fault) for fault in faults)
-    sizes = None if faults else group_sizes(values)
+    sizes = None if faults else group_sizes({key: value for key, value in values.items() if value is not None})
     stated = row_count(second)
     if stated is None:
-        yield Finding(2, f"expected the number of rows alone, not {second.strip()[:40]!r}")
+        yield Finding(2, f"expected the number of rows alone, not {_text(second).strip()[:40]!r}")
     sound: set[bytes] = set()  # micro-batches repeat, so a block mostly holds lines already seen
     number, rows, blank = 3, 0, 0
     for lines in rest:
@@ -113,7 +108,7 @@ def check(path: Path) -> Iterator[Finding]:
                     yield Finding(blank, "an empty line between rows")
                     blank = 0
                 if line not in sound:
-                    found = row_faults(_text(line).split(), sizes)
+                    found = row_faults(_fields(line), sizes)
                     yield from (Finding(number + offset, fault) for fault in found)
                     if not found and len(sound) < LINES_KEPT:
                         sound.add(line)
@@ -123,10 +118,14 @@ def check(path: Path) -> Iterator[Finding]:
         yield Finding(2, f"{stated} rows announced, {rows} found: {effect}")
 
 
-def row_count(line: str) -> int | None:
+def row_count(line: bytes) -> int | None:
     """Read line 2; None unless it is the number of rows alone."""
-    text = line.strip()
-    return int(text) if is_digits(text) and len(text) < 11 and int(text) <= INT_MAX else None
+    count = whole_number(_text(line.strip()))
+    return count if count is not None and count <= INT_MAX else None
+
+
+def _fields(line: bytes) -> list[str]:
+    return [_text(field) for field in line.split()]  # of bytes: blanks are ASCII's, as to the simulator
 
 
 def _text(line: bytes) -> str:
@@ -136,7 +135,7 @@ def _text(line: bytes) -> str:
 class Totals(NamedTuple):
     """What a workload adds up to."""
 
-    header: dict[str, int]
+    header: dict[str, int | None]
     rows: int
     compute_ns: Counter[str]
     """By column."""
@@ -169,7 +168,7 @@ def totals(path: Path) -> Totals:
         del counts[line]
     total = Totals(parse_header(head)[0], counts.total(), *(Counter() for _ in range(6)))
     for line, count in counts.items():
-        _add(total, dict(zip(FIELDS, _text(line).split(), strict=True)), count)
+        _add(total, dict(zip(FIELDS, _fields(line), strict=True)), count)
     return total
 
 

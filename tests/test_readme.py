@@ -1,0 +1,82 @@
+"""Every command of the README runs, in the order written, and prints what the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aicb.options import IGNORED
+
+REPOSITORY = Path(__file__).parent.parent
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = re.findall(r"^```(sh|sh gpu|text)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines() if not line.startswith("make")
+]
+MEASURING = [line for kind, block in BLOCKS if kind == "sh gpu" for line in block.splitlines()]
+TINY = "--device cpu --num_layers 1 --hidden_size 64 --num_attention_heads 8 --num_query_groups 8 --ffn_hidden_size 64"
+TINY += " --vocab_size 64 --seq_length 16 --dtype float32 --time_budget 2 --train_iter 3"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", command], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout, so that results stay out of this one."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("workload", "scripts", "tests", "aicb.py", "aicb", "profiler"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    return folder
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 15
+    assert len(MEASURING) == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_runs(command: str, checkout: Path) -> None:
+    done = run(command, checkout)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_summary_shown_is_the_summary_printed(tmp_path: Path) -> None:
+    (tmp_path / "workload").symlink_to(REPOSITORY / "workload")
+    shown = next(block for kind, block in BLOCKS if kind == "text" and block.startswith("model "))
+    first = next(command for command in COMMANDS if command.startswith("aicb generate"))
+    assert run(first, tmp_path).stdout == shown
+
+
+def test_the_file_shown_is_the_file_written(tmp_path: Path) -> None:
+    (tmp_path / "workload").symlink_to(REPOSITORY / "workload")
+    first = next(command for command in COMMANDS if command.startswith("aicb generate"))
+    written = (tmp_path / run(f"{first} --quiet", tmp_path).stdout.strip()).read_text().splitlines()
+    shown = next(block for kind, block in BLOCKS if block.startswith("HYBRID")).splitlines()
+    assert written[:2] == shown[:2]
+    assert shown[3].split() in [line.split() for line in written]
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_measuring_command_runs_on_a_cpu_at_a_tiny_size(command: str, checkout: Path) -> None:
+    """The README's own flags, then smaller shapes that win over them; one process in place of torchrun's eight."""
+    command = re.sub(r"^torchrun --nproc_per_node \d+ ", "python ", command)
+    done = run(f"{command} {TINY}", checkout)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_ignored_flag_is_listed() -> None:
+    for name in IGNORED:
+        assert f"`--{name}`" in README
