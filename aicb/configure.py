@@ -135,7 +135,7 @@ def layer_freq(text: str) -> int | tuple[int, ...]:
         return number
     pattern: list[int] = []
     for part in compact.split("+"):
-        found = re.fullmatch(r"\[([01](?:,[01])*),?\](?:\*(\d{1,5}))?", part)
+        found = re.fullmatch(r"\[?([01](?:,[01])*),?\]?(?:\*(\d{1,5}))?", part)
         if found is None:
             raise UserError(f"--moe_layer_freq {text} must be an integer or a list of 0 and 1: [0,1,1] or [0]*1+[1]*26")
         pattern += [int(item) for item in found[1].split(",")] * int(found[2] or 1)

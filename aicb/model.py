@@ -294,6 +294,11 @@ def _resolve_experts(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
     if not experts:
         config.pop("moe_layer_freq", None)
         return
+    require(
+        not typed.get("add_bias_linear"),
+        "--add_bias_linear and --num_experts exclude each other: Megatron-Core has no biases beside experts",
+    )
+    config["add_bias_linear"] = False
     width = config.get("moe_ffn_hidden_size") or config["ffn_hidden_size"]
     config["moe_ffn_hidden_size"] = width
     if "n_shared_expert" in typed:

@@ -127,6 +127,7 @@ def test_a_changed_preset_is_not_taken_for_the_original() -> None:
         ("1", 4, (1, 1, 1, 1)),
         ("2", 5, (1, 0, 1, 0, 1)),  # Megatron-LM: every layer whose index is a multiple of N
         ("[0,1,1,0]", 4, (0, 1, 1, 0)),
+        ("0,1,1,0", 4, (0, 1, 1, 0)),
         ("([0]*1+[1]*3)", 4, (0, 1, 1, 1)),
     ],
 )

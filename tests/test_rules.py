@@ -55,6 +55,7 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
      ["--multi_latent_attention", "--tensor_model_parallel_size 2", "--enable_sequence_parallel"]),
     ({**MIXTRAL, "expert_model_parallel_size": 16}, ["--expert_model_parallel_size 16", "8 data-parallel ranks"]),
     ({**MIXTRAL, "num_experts": 6, "expert_model_parallel_size": 4}, ["--num_experts 6", "parallel_size 4"]),
+    ({**MIXTRAL, "add_bias_linear": True}, ["--add_bias_linear", "--num_experts"]),
     ({**MIXTRAL, "moe_router_topk": 9}, ["--moe_router_topk 9", "--num_experts 8"]),
     ({**MIXTRAL, "moe_ffn_hidden_size": 1001}, ["--moe_ffn_hidden_size 1001", "--tensor_model_parallel_size 4"]),
     ({**MIXTRAL, "n_shared_expert": 1, "moe_shared_expert_intermediate_size": 64}, ["exclude each other"]),
