@@ -10,8 +10,9 @@ from aicb import simai
 from aicb.configure import configure
 from aicb.errors import UserError, require
 from aicb.job import Job
+from aicb.kernels import slice_of
 from aicb.naming import gpu_slug, profile_name, workload_name
-from aicb.profile import Profile, read_profile
+from aicb.profile import Profile, mismatches, read_profile
 from aicb.summary import Summary, summarise
 from aicb.times import ComputeTimes, fixed_times, profile_times
 from aicb.units import whole_number
@@ -69,9 +70,22 @@ def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
     folder = Path(typed.get("profile_dir", PROFILE_DIR))
 
     def name_of(gpu: str) -> Path:
-        return folder / profile_name(job, gpu)
+        path = folder / profile_name(job, gpu)
+        if path.exists() and not typed.get("force", False):
+            _refuse_other_slice(path, job)
+        return path
 
     return profile_job(job, settings, name_of)
+
+
+def _refuse_other_slice(path: Path, job: Job) -> None:
+    """Measuring again replaces a profile; one of another slice that happens to have the same name stays."""
+    differing = mismatches(read_profile(path), slice_of(job))
+    require(
+        not differing,
+        f"{path} is the profile of another slice ({'; '.join(differing)}): pass --force to replace it, or another "
+        "--profile_dir",
+    )
 
 
 def _write(

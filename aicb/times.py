@@ -85,7 +85,8 @@ def profile_times(job: Job, profile: Profile, allow_mismatch: bool = False) -> C
     Raises UserError when the profile states another slice (unless `allow_mismatch`) or lacks a kernel that runs on this
     stage.
     """
-    warnings = _check_slice(job, profile, allow_mismatch)
+    warnings = [f"{profile.path}: {text}" for key, text in profile.origin.items() if key.startswith("warning_")]
+    warnings += _check_slice(job, profile, allow_mismatch)
     table, form = _attention_form(job, profile)
     warnings += form
     _require_sections(job, profile, table)

@@ -1,0 +1,88 @@
+"""Builders of a mixture of experts: router, permutations, the experts' GEMMs. Memory as in builders.dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from profiler import functions
+from profiler.builders.built import Built, Request, differentiated
+from profiler.grouped import spread_evenly
+
+Shape = Mapping[str, int]
+
+
+def grouped_gemm(request: Request) -> Built:
+    """m tokens, spread evenly over as many weights as there are experts on this rank."""
+    m, k, n, bias, experts = request.sizes("m", "k", "n", "bias", "experts")
+    x, weight, grad = request.normal(m, k), request.weight(experts, n, k), request.normal(m, n)
+    offset = request.weight(experts, n) if bias else None
+    counts, way = spread_evenly(m, experts), request.choices.experts
+    repeats = torch.tensor(counts, device=request.device)
+    ends = repeats.cumsum(0).to(torch.int32)
+
+    def forward() -> Tensor:
+        return functions.add_expert_bias(way.forward(x, weight, counts, ends), offset, repeats)
+
+    def input_grad() -> tuple[Tensor]:
+        return (way.input_grad(grad, weight, counts, ends),)
+
+    def weight_grad() -> tuple[Tensor, ...]:
+        out = way.weight_grad(grad, x, counts, ends)
+        return (out, torch.stack([part.sum(dim=0) for part in grad.split_with_sizes(counts)])) if bias else (out,)
+
+    tensors = {"input": x, "weight": weight, "grad_out": grad} | ({} if offset is None else {"bias": offset})
+    return Built(forward, input_grad, weight_grad, tensors=tensors)
+
+
+def grouped_gemm_bytes(shape: Shape, d: int) -> int:
+    """Return bytes; the loop holds its parts and their concatenation, a bias its repetition."""
+    m, k, n, experts = shape["m"], shape["k"], shape["n"], shape["experts"]
+    return d * (4 * m * k + 3 * experts * n * k + 4 * m * n + 4 * experts * n) + 32 * experts
+
+
+def router(request: Request) -> Built:
+    """Logits, fp32 softmax, top-k, and the probabilities of those chosen put back in their places."""
+    tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
+    tensors = {"input": request.leaf(tokens, hidden), "weight": request.weight_leaf(experts, hidden)}
+    x, weight = tensors.values()
+    return differentiated(request.kernel, lambda: functions.route(x, weight, topk), tensors, *tensors)
+
+
+def router_bytes(shape: Shape, d: int) -> int:
+    """Return bytes."""
+    tokens, hidden, experts = shape["tokens"], shape["hidden"], shape["experts"]
+    return tokens * experts * (4 * d + 48) + d * hidden * (2 * tokens + 3 * experts) + 64 * tokens * shape["topk"]
+
+
+def _uniform_ids(request: Request, tokens: int, experts: int, topk: int) -> Tensor:
+    """k different experts for each token, all equally likely: (tokens, k)."""
+    return torch.rand(tokens, experts, device=request.device).topk(topk, dim=-1).indices
+
+
+def permute(request: Request) -> Built:
+    """Sort the copies of the tokens by expert and gather their rows."""
+    tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
+    x, ids = request.leaf(tokens, hidden), _uniform_ids(request, tokens, experts, topk)
+    return differentiated(request.kernel, lambda: functions.permute(x, ids), {"input": x, "ids": ids}, "input")
+
+
+def unpermute(request: Request) -> Built:
+    """Weigh the experts' rows and add each token's k copies."""
+    tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
+    ids = _uniform_ids(request, tokens, experts, topk)
+    order = ids.flatten().argsort(stable=True)
+    x = request.leaf(tokens * topk, hidden)
+    probabilities = request.normal(tokens, topk).softmax(dim=-1).requires_grad_()
+    tensors = {"input": x, "probabilities": probabilities, "order": order}
+    return differentiated(
+        request.kernel, lambda: functions.unpermute(x, probabilities, order), tensors, "input", "probabilities"
+    )
+
+
+def permutation_bytes(shape: Shape, d: int) -> int:
+    """Return bytes, of either permutation."""
+    tokens, copies = shape["tokens"], shape["tokens"] * shape["topk"]
+    return d * shape["hidden"] * (5 * tokens + 7 * copies) + (96 + 8 * d) * copies + 4 * tokens * shape["experts"]

@@ -1,0 +1,140 @@
+"""The ranks that measure, as torchrun starts them: all succeed or all fail, and everyone's results come together.
+
+torchrun's variables decide only who measures; the simulated cluster is `--world_size`'s business. gloo carries the
+exchange, so it needs no NCCL. Without torchrun there is one rank and no process group.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from aicb.errors import UserError, require
+
+T = TypeVar("T")
+TIMEOUT_S = 1800.0
+"""How long a rank waits for a slower one; one that dies is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process's place among those that measure."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    """Ranks on this host."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
+        """Read torchrun's variables. Raises UserError where they are incomplete or no numbers."""
+        if "RANK" not in environ:  # WORLD_SIZE alone is not torchrun's: users export it for other tools
+            return cls()
+        names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+        found: dict[str, int] = {}
+        for field, name in names.items():
+            text = environ.get(name, "")
+            require(
+                text.isdecimal() and int(text) >= ("SIZE" in name),
+                f"{name}={text or '(unset)'} is no rank or size as torchrun sets it; start through torchrun, or unset "
+                "RANK and WORLD_SIZE to measure with one process",
+            )
+            found[field] = int(text)
+        require(
+            found["rank"] < found["size"],
+            f"RANK={found['rank']} must be less than WORLD_SIZE={found['size']}, as torchrun sets them",
+        )
+        return cls(**found)
+
+    def exchange(self, own: T) -> list[T]:
+        """Return every rank's object, by rank. Raises UserError when a rank is gone or TIMEOUT_S has passed."""
+        if self.size == 1:
+            return [own]
+        # Not all_gather_object: it needs numpy, which torch itself does not.
+        data = bytearray(pickle.dumps(own))
+        try:
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]))
+            longest = max(int(length.item()) for length in lengths)
+            buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(buffers, torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8))
+        except RuntimeError as error:
+            raise UserError(f"rank {self.rank} ({host()}) lost the other ranks: {_line(error)}") from error
+        return [pickle.loads(bytes(buffer.tolist())) for buffer in buffers]  # from processes of this very run
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns here, once it has succeeded on every rank.
+
+        Raises UserError on every rank when it failed on any, with that rank's message; with one rank, whatever it
+        raised. Ctrl-C and SIGTERM pass through.
+        """
+        if self.size == 1:
+            return work()
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the others must not wait for this rank)
+            failure = error
+        said = "" if failure is None else f"rank {self.rank} ({host()}): {_line(failure)}"
+        failed = [message for message in self.exchange(said) if message]
+        if failed:
+            raise UserError("; ".join(failed)) from failure
+        return result
+
+
+@contextmanager
+def started(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """Hold the process group of more than one rank. Raises UserError when the ranks do not find each other."""
+    if ranks.size == 1:
+        yield
+        return
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"rank {ranks.rank} ({host()}) cannot reach the other ranks: {_line(error)}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM (torchrun's way to end a rank) into SystemExit, so that cleaning up happens."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise SystemExit(128 + number)
+
+
+def host() -> str:
+    """This machine's name."""
+    return socket.gethostname()
+
+
+def _line(error: Exception) -> str:
+    """One line: a message for users as it is, any other with its type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,292 @@
+"""The profiler times the right computation: each builder against a float64 reference, and within its stated memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from aicb.errors import UserError
+from aicb.job import Job
+from aicb.kernels import Kernel, kernel_table
+from aicb.model import PRESETS, make_model
+from aicb.parallel import ParallelConfig
+from aicb.training import TrainingConfig
+from profiler.builders import OPS, Built, build, needed_bytes
+from profiler.builders.built import differentiated
+from tests.profiler.numerics import (
+    CPU,
+    JOBS,
+    REFERENCES,
+    TOLERANCES,
+    as_double,
+    assert_close,
+    chosen,
+    kernels,
+    small_job,
+)
+
+DTYPES = tuple(TOLERANCES)
+WANTED = {
+    "embedding": ("weight", "positions"),
+    "flash_attention": ("query", "key", "value"),
+    "scores": ("query", "key"),
+    "context": ("probabilities", "value"),
+    "unpermute": ("input", "probabilities"),
+    "norm": ("input", "weight", "bias"),
+    "gemm": ("input", "weight", "bias"),
+    "grouped_gemm": ("input", "weight", "bias"),
+    "router": ("input", "weight"),
+}
+"""What each op's gradients are of, in order; the others: input."""
+
+
+def cases() -> list[Any]:
+    """Every kernel of every small job, with and without flash attention."""
+    found = []
+    for kind in JOBS:
+        jobs = (small_job(kind), small_job(kind, "bfloat16", flash=True))
+        names = dict.fromkeys(name for job in jobs for name in kernels(job) if name != "param_time")
+        found += [pytest.param(kind, name, id=f"{kind}-{name}") for name in names]
+    return found
+
+
+def built(kind: str, name: str, dtype: str = "float32") -> tuple[Kernel, Built]:
+    """Flash attention too in float32, where the reference can be compared closely, though no job has it."""
+    torch.manual_seed(0)
+    job = small_job(kind, dtype)
+    if name == "atten_flash":
+        flash = small_job(kind, "bfloat16", flash=True)
+        return kernels(flash)[name], build(kernels(flash)[name], job, CPU, chosen(flash))
+    return kernels(job)[name], build(kernels(job)[name], job, CPU, chosen(job))
+
+
+def gradients(ready: Built) -> list[Tensor]:
+    """All gradients, input's first."""
+    calls = [call for call in (ready.input_grad, ready.weight_grad) if call is not None]
+    return [gradient for call in calls for gradient in cast("Sequence[Tensor]", call())]
+
+
+def first(result: object) -> object:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def check_against_reference(kernel: Kernel, ready: Built, tolerance: float) -> None:
+    wanted = [name for name in WANTED.get(kernel.op, ("input",)) if name in ready.tensors]
+    exact = as_double(ready.tensors, wanted)
+    out = REFERENCES[kernel.op](exact, kernel.shape)
+    assert_close(first(ready.forward()), out, tolerance, "output")
+    expected = torch.autograd.grad(out, [exact[name] for name in wanted], exact["grad_out"])
+    actual = gradients(ready)
+    assert len(actual) == len(expected)
+    for name, mine, reference in zip(wanted, actual, expected, strict=True):
+        assert_close(mine, reference, tolerance, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "name"), cases())
+def test_output_and_gradients_are_those_of_a_float64_reference(kind: str, name: str, dtype: str) -> None:
+    """A builder that computes something else would time something else."""
+    kernel, ready = built(kind, name, dtype)
+    if kernel.op == "residual":
+        check_residual(ready, TOLERANCES[dtype])
+    elif kernel.op == "router" and dtype != "float32":
+        check_router_ignoring_near_ties(kernel, ready)
+    else:
+        check_against_reference(kernel, ready, TOLERANCES[dtype])
+
+
+def check_residual(ready: Built, tolerance: float) -> None:
+    """x reaches the loss past the branch (gradient grad_out) and through it (grad_branch)."""
+    exact = as_double(ready.tensors, ())
+    assert_close(ready.forward(), REFERENCES["residual"](exact, {}), tolerance, "output")
+    total, *bias = gradients(ready)
+    assert_close(total, exact["grad_out"] + exact["grad_branch"], tolerance, "gradient of input")
+    assert len(bias) == ("bias" in exact)
+    for gradient in bias:
+        assert_close(gradient, exact["grad_out"].sum(dim=0), tolerance, "gradient of bias")
+
+
+def check_router_ignoring_near_ties(kernel: Kernel, ready: Built) -> None:
+    """bfloat16 may order two nearly equal experts the other way: those it chose must have about the best logits."""
+    probabilities, ids = cast("tuple[Tensor, Tensor]", ready.forward())
+    exact = as_double(ready.tensors, ())
+    everything = torch.softmax(exact["input"] @ exact["weight"].T, dim=1)
+    assert_close(probabilities.gather(1, ids), everything.gather(1, ids), 2e-2, "probabilities")
+    assert int((probabilities > 0).sum()) == kernel.shape["tokens"] * kernel.shape["topk"]
+    best = everything.topk(kernel.shape["topk"], dim=1).values
+    assert bool((everything.gather(1, ids) >= best * (1 - 2e-2)).all())
+
+
+@pytest.mark.parametrize("kind", ["moe_bias", "mla_moe"])
+@pytest.mark.parametrize("name", ["mlp_linear_1", "mlp_linear_2"])
+def test_uneven_groups_are_multiplied_by_their_own_expert(kind: str, name: str) -> None:
+    """m is no multiple of the experts when the router's copies are not: the first experts get one row more."""
+    job = small_job(kind)
+    kernel = kernels(job)[name]
+    kernel = replace(kernel, shape={**kernel.shape, "m": 13, "experts": 3})
+    check_against_reference(kernel, build(kernel, job, CPU, chosen(job)), 1e-5)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_gradients_are_measured_where_the_table_says(kind: str) -> None:
+    """The runner asks for exactly these calls; a missing one would end the run, a spare one go unmeasured."""
+    calls = {"gemm": (True, True), "input": (True, False), "weight": (False, True), "none": (False, False)}
+    job = small_job(kind)
+    for kernel in kernel_table(job):
+        ready = build(kernel, job, CPU, chosen(job))
+        assert (ready.input_grad is not None, ready.weight_grad is not None) == calls[kernel.gradients], kernel.name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in JOBS if not JOBS[kind][0].get("moe_grouped_gemm")])
+def test_matmuls_do_the_work_that_the_table_states(kind: str) -> None:
+    """TFLOP/s come from the table: what runs must be that many FLOPs, forward and in each gradient."""
+    job = small_job(kind)
+    for kernel in kernel_table(job):
+        if kernel.flops:
+            ready = build(kernel, job, CPU, chosen(job))
+            calls = {"forward": ready.forward, "input_grad": ready.input_grad, "weight_grad": ready.weight_grad}
+            for way, call in calls.items():
+                if call is not None:
+                    expected = kernel.flops if way == "forward" else kernel.gradient_flops()
+                    with FlopCounterMode(display=False) as counted:
+                        call()
+                    assert counted.get_total_flops() == expected, (kernel.name, way)
+
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes that tensors made inside held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}  # type: ignore[no-untyped-call]
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", JOBS)
+def test_needed_bytes_covers_what_is_held_at_once(kind: str, dtype: str) -> None:
+    """A kernel that takes more than was promised ends in an out-of-memory error halfway through a profile."""
+    job = small_job(kind, dtype, flash=dtype != "float32")
+    choices = chosen(job)
+    for kernel in kernel_table(job):
+        with PeakMemory() as memory:
+            ready = build(kernel, job, CPU, choices)
+            for call in (ready.forward, ready.input_grad, ready.weight_grad):
+                if call is not None:
+                    call()
+        needed = needed_bytes(kernel, job)
+        assert sum(tensor.nbytes for tensor in ready.tensors.values()) <= memory.peak <= needed, kernel.name
+        assert needed < 8 * memory.peak, f"{kernel.name}: {needed} is no estimate of {memory.peak}"
+
+
+def test_needed_bytes_knows_that_wide_heads_run_unfused() -> None:
+    """Head dim 264 is too wide for flash kernels: the squares of scores and probabilities are held, s = 1024."""
+    job = small_job("gpt", "bfloat16", flash=True, model={"kv_channels": 264})
+    kernel = kernels(job)["atten_flash"]
+    kernel = replace(kernel, shape={**kernel.shape, "batch": 1, "seq": 1024})
+    with PeakMemory() as memory:
+        ready = build(kernel, job, CPU, chosen(job))
+        ready.forward()
+        gradients(ready)
+    assert memory.peak <= needed_bytes(kernel, job)
+    assert needed_bytes(kernel, job) > 4 * 2 * 4 * 1024**2  # four squares of 4 heads in bfloat16
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_op_of_every_preset_has_a_builder(name: str, flash: bool) -> None:
+    """A new op in the table without a builder fails here, not on a user's GPU."""
+    preset = PRESETS[name]
+    job = Job(
+        model=make_model(preset.fields, {}),
+        parallel=ParallelConfig(
+            world_size=64,
+            tensor_model_parallel_size=preset.tensor_model_parallel_size,
+            enable_sequence_parallel=True,
+        ),
+        training=TrainingConfig(use_flash_attn=flash),
+    )
+    for kernel in kernel_table(job):
+        assert kernel.op in OPS
+        assert needed_bytes(kernel, job) > 0
+
+
+def test_an_unknown_op_is_a_key_error() -> None:
+    job = small_job("gpt")
+    kernel = replace(kernels(job)["Emb"], op="convolution")
+    with pytest.raises(KeyError, match="convolution"):
+        build(kernel, job, CPU, chosen(job))
+    with pytest.raises(KeyError, match="convolution"):
+        needed_bytes(kernel, job)
+
+
+def test_data_have_both_signs_and_ids_reach_other_shards() -> None:
+    """Zeros and constants run faster than real data (13 % on an H200); a shard of a vocabulary misses most ids."""
+    job = small_job("gpt_tp")
+    for name, kernel in kernels(job).items():
+        tensors = build(kernel, job, CPU, chosen(job)).tensors
+        for tensor in (tensors[key] for key in ("input", "grad_out", "query") if key in tensors):
+            assert 0.2 < float((tensor > 0).double().mean()) < 0.8, name
+    _, ready = built("gpt_tp", "Emb")
+    assert ready.tensors["weight"].size(0) == 128
+    assert {int(i) // 128 for i in ready.tensors["ids"].flatten()} == {0, 1}
+
+
+def test_a_missing_graph_is_said_plainly() -> None:
+    """Without it, the backward would fail inside PyTorch, or not be measured at all."""
+    job = small_job("gpt")
+    kernel, choices = kernels(job)["mlp_gelu"], chosen(job)
+    with torch.no_grad(), pytest.raises(UserError, match="mlp_gelu: requires_grad missing on the output"):
+        build(kernel, job, CPU, choices)
+    x, weight = torch.randn(2), torch.randn(2, requires_grad=True)
+    with pytest.raises(UserError, match="mlp_gelu: requires_grad missing on input"):
+        differentiated(kernel, lambda: x * weight, {"input": x, "weight": weight}, "input", "weight")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_optimizer_is_an_adam_step_and_a_copy(dtype: str) -> None:
+    """AdamW (1711.05101) by hand for two steps; the step is compared, as it is tiny beside the parameter."""
+    torch.manual_seed(0)
+    job = small_job("gpt", dtype)
+    ready = build(kernels(job)["param_time"], job, CPU, chosen(job))
+    parameter = ready.tensors["parameter"]
+    assert parameter.grad is not None
+    gradient, before = parameter.grad.double(), parameter.detach().double()
+    exact, m, v = before.clone(), torch.zeros_like(gradient), torch.zeros_like(gradient)
+    for step in (1, 2):
+        result = cast("tuple[Tensor, ...]", ready.forward())
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        exact = exact * (1 - 1e-4 * 0.01) - 1e-4 * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+    assert_close(parameter.double() - before, exact - before, 1e-4, "step")
+    assert len(result) == (2 if dtype == "bfloat16" else 1)
+    torch.testing.assert_close(result[-1].float(), parameter.to(result[-1].dtype).float(), rtol=0, atol=0)
+
+
+def test_an_optimizer_too_large_is_measured_in_part_and_says_so() -> None:
+    """32 MB hold 0.9 x 32e6 / 18 = 1,600,000 parameters of 18 bytes: fp32 p, g, m, v and the bfloat16 copy."""
+    job = small_job("gpt", "bfloat16")
+    kernel = replace(kernels(job)["param_time"], shape={"elements": 16_000_000_000, "copy": 1})
+    ready = build(kernel, job, CPU, chosen(job), memory=32_000_000)
+    assert ready.tensors["parameter"].numel() == 1_600_000
+    assert ready.scale == 10_000
+    assert ready.note == "measured on 1,600,000 of 16,000,000,000 parameters, scaled"
+    whole = build(kernels(job)["param_time"], job, CPU, chosen(job), memory=32_000_000)
+    assert (whole.scale, whole.note) == (1.0, "")

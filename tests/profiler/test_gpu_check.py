@@ -1,0 +1,38 @@
+"""The report of scripts/gpu_check.sh, from profiles that exist; the measuring itself needs a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from aicb.profile import parse_profile
+from profiler import gpu_check
+
+GOLDEN = (Path(__file__).parent / "golden_profile.txt").read_text()
+
+
+def test_two_runs_are_compared_and_rated() -> None:
+    first = parse_profile(GOLDEN.replace("NVIDIA Fake 1", "NVIDIA H200"), "a")
+    second = parse_profile(GOLDEN.replace("time_gpu_avg: 102\n", "time_gpu_avg: 107.1\n"), "b")
+    lines = gpu_check.report("tiny", first, second, (12.34, 10.0)).splitlines()
+    row = next(line.split() for line in lines if line.startswith("atten_qkv") and " forward" in line)
+    # (32, 64) x (64, 64): 2 x 32 x 64 x 64 = 262144 FLOP in 102 us are 0.0026 TFLOP/s.
+    assert row[:6] == ["atten_qkv", "forward", "102.0", "107.1", "5.0", "0.0"]
+    assert row[-1] == "0%"
+    assert "== tiny on NVIDIA H200 (peak 989.5 TFLOP/s, 4800 GB/s)" in lines
+    assert "wall time, start included: 12.3 s and 10.0 s" in lines
+    assert "two runs at most 5.0 % apart (atten_qkv forward); over 3 %: atten_qkv forward" in lines
+    assert "sum_of_parts_over_whole_forward: 0.959" in lines
+
+
+def test_an_unknown_gpu_has_no_share() -> None:
+    same = parse_profile(GOLDEN, "a")
+    assert "(peak unknown)" in gpu_check.report("tiny", same, same, (1, 1))
+    assert " 0%" not in gpu_check.report("tiny", same, same, (1, 1))
+
+
+def test_a_run_that_fails_is_told_and_is_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "RUNS", {"none": {"model_size": "no-such-model"}})
+    assert gpu_check.main([str(tmp_path), "cpu"]) == 1
+    assert "none: FAILED: exit code 1: " in capsys.readouterr().out

@@ -1,0 +1,119 @@
+"""Real processes over gloo on 127.0.0.1: all ranks succeed or all fail, and none waits for one that is gone."""
+
+import signal
+import subprocess
+import textwrap
+import time
+
+import pytest
+
+from aicb.errors import UserError
+from profiler.ranks import Ranks, host, sigterm_raises
+from tests.profiler.fakes import finish, processes
+
+
+def start(code: str, size: int = 2, timeout_s: int = 60) -> list[subprocess.Popen[str]]:
+    """Run `code` in `size` processes that hold the process group; `ranks` is at hand."""
+    held = f"""
+        import os, sys, time
+        from profiler.ranks import Ranks, sigterm_raises, started
+        ranks = Ranks.from_environment()
+        with sigterm_raises(), started(ranks, {timeout_s}):
+    """
+    return processes(textwrap.dedent(held) + textwrap.indent(textwrap.dedent(code), "    "), size)
+
+
+def test_objects_of_different_size_come_together_on_every_rank_without_numpy() -> None:
+    code = """
+        sys.modules["numpy"] = None
+        print(ranks.exchange({"rank": ranks.rank, "us": [0.5] * (1 + 1000 * ranks.rank)})[1]["us"][-1])
+        print([len(each) for each in ranks.exchange("x" * ranks.rank)])
+    """
+    assert finish(start(code)) == [(0, "0.5\n[0, 1]\n")] * 2
+
+
+def test_failing_ranks_fail_all_with_their_messages() -> None:
+    code = """
+        def work():
+            if ranks.rank == 0:
+                return "fine"
+            raise UserError("it does not fit") if ranks.rank == 1 else RuntimeError("two\\nlines")
+        ranks.together(work)
+        print("not reached")
+    """
+    said = f"error: rank 1 ({host()}): it does not fit; rank 2 ({host()}): RuntimeError: two lines\n"
+    assert finish(start(code, size=3)) == [(2, said)] * 3
+
+
+def test_a_rank_that_dies_is_noticed_at_once() -> None:
+    code = """
+        if ranks.rank == 1:
+            os._exit(9)
+        ranks.together(lambda: None)
+    """
+    began = time.monotonic()
+    (code_0, said), (code_1, _) = finish(start(code))
+    assert (code_0, code_1) == (2, 9)
+    assert said.startswith(f"error: rank 0 ({host()}) lost the other ranks: ")
+    assert time.monotonic() - began < 45
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout() -> None:
+    waits, hangs = start("time.sleep(600) if ranks.rank else ranks.together(lambda: None)", timeout_s=8)
+    try:
+        ((code, said),) = finish([waits])
+    finally:
+        hangs.kill()
+        hangs.communicate()
+    assert code == 2
+    assert said.startswith(f"error: rank 0 ({host()}) lost the other ranks: ")
+
+
+def test_sigterm_unwinds_and_leaves_with_143() -> None:
+    code = """
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            print("unwound")
+    """
+    both = start(code)
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+    assert finish(both) == [(143, "unwound\n")] * 2
+
+
+def test_without_torchrun_there_is_one_rank_and_no_group() -> None:
+    alone = Ranks.from_environment({})
+    assert alone == Ranks()
+    assert alone.exchange("mine") == ["mine"]
+    with pytest.raises(ZeroDivisionError):  # one rank's own error needs no wrapping
+        alone.together(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE=(unset) is no rank or size"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no rank or size"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is no rank or size"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK=(unset) is no rank or size"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            "RANK=2 must be less than WORLD_SIZE=2",
+        ),
+    ],
+)
+def test_half_set_variables_are_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Ranks.from_environment(environ)
+    assert said in str(caught.value)
+
+
+def test_the_signal_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with sigterm_raises():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before

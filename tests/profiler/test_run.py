@@ -1,0 +1,405 @@
+"""From a job to the profile's text: the flow with kernels and a clock that the test decides; then the real ones."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aicb import __version__
+from aicb.errors import UserError
+from aicb.job import Job
+from aicb.kernels import GEMM, INPUT, Kernel, kernel_table
+from aicb.model import ModelConfig
+from aicb.parallel import ParallelConfig
+from aicb.profile import read_profile
+from aicb.training import TrainingConfig
+from profiler import run
+from profiler.builders import Built
+from profiler.implementations import Choice
+from profiler.measure import Samples
+from profiler.ranks import host
+from profiler.report import RankResult, layer_kernels, profile_of
+from profiler.run import Settings, check_memory, profile_job, samples_path
+from tests.profiler.fakes import FakeDevice, finish, processes
+
+GIB = 2**30
+
+
+def tiny(**model: Any) -> Job:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"kv_channels": 16, "ffn_hidden_size": 128, "vocab_size": 256, "name": "tiny", **model}
+    return Job(
+        model=ModelConfig(**sizes),
+        parallel=ParallelConfig(world_size=2, tensor_model_parallel_size=2, enable_sequence_parallel=True),
+        training=TrainingConfig(global_batch=1, seq_length=32),
+    )
+
+
+class FakeGpu(FakeDevice):
+    """What run asks of a device beside the clock."""
+
+    kind, name, slug, burn_in_s, torch_device = "cuda", "NVIDIA Fake 1", "Fake-1", 1.0, None
+    free = 8 * GIB
+    throttle = "none"
+
+    def burn_in(self, seconds: float) -> None:
+        self.host_s += seconds
+
+    def telemetry(self) -> dict[str, str]:
+        self.host_s += 0.0
+        state = {"clocks": "SM 1980 MHz, memory 3201 MHz", "power": "300 W", "temperature": "40 C"}
+        return state | {"throttle": self.throttle}
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def release(self) -> None:
+        self.log.append("release")
+
+    def facts(self) -> dict[str, str]:
+        return {"gpu": self.name, "gpu_memory_gib": "8.0", "driver": "1", "cuda": "2", "torch": "3"}
+
+
+class Bench:
+    """Stand-ins for builders, choices and device. Kernel i of the table takes 100 + i us, its gradients 2 and 3 x."""
+
+    def __init__(self, job: Job) -> None:
+        self.device = FakeGpu()
+        self.names = [kernel.name for kernel in kernel_table(job)]
+        self.built: list[str] = []
+        self.before: Callable[[str], None] = lambda _: None
+        self.scale: dict[str, float] = {}
+        self.layer_us = (1100.0, 3500.0)
+
+    def us(self, name: str) -> float:
+        return 100.0 + self.names.index(name)
+
+    def work(self, us: float) -> Callable[[], None]:
+        def call() -> None:
+            self.device.log.append("call")
+            self.device.work(us)
+
+        return call
+
+    def build(self, kernel: Kernel, *_: object) -> Built:
+        self.before(kernel.name)
+        self.built.append(kernel.name)
+        us, scale = self.us(kernel.name), self.scale.get(kernel.name, 1.0)
+        note = "" if scale == 1 else f"a part, x {scale}"
+        return Built(self.work(us), self.work(2 * us), self.work(3 * us), scale=scale, note=note)
+
+    def build_layer(self, *_: object) -> Built:
+        return Built(self.work(self.layer_us[0]), self.work(self.layer_us[1]))
+
+
+@pytest.fixture
+def job() -> Job:
+    return tiny()
+
+
+@pytest.fixture
+def bench(job: Job, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench(job)
+    choices = SimpleNamespace(
+        attention=Choice("SDPA flash", "flash-attn is\nnot installed"),
+        norm=Choice("torch", "apex is not installed"),
+        grouped_gemm=Choice("loop", "unused"),
+        optimizer=Choice("torch fused AdamW", "apex is not installed"),
+    )
+    monkeypatch.setattr(run, "pick_device", lambda *_: made.device)
+    monkeypatch.setattr(run, "choose", lambda *_: choices)
+    monkeypatch.setattr(run, "needed_bytes", lambda *_: GIB // 8)
+    monkeypatch.setattr(run, "build", made.build)
+    monkeypatch.setattr(run, "build_layer", made.build_layer)
+    monkeypatch.setattr(run, "host", lambda: "node-1")
+    return made
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(**{"show_progress": False, **more})
+
+
+def profiled(job: Job, folder: Path, **more: Any) -> Path:
+    path = profile_job(job, settings(**more), lambda slug: folder / f"{slug}-tiny.txt")
+    assert path is not None
+    return path
+
+
+def test_the_written_file_is_exactly_this(job: Job, bench: Bench, tmp_path: Path) -> None:
+    """Hand-worked: the layer's parts are kernels 1 to 10, 101 + ... + 110 = 1055 us forward, of 1100: 0.959.
+
+    Backward 2 x 1055 and, for the four GEMMs, 3 x (102 + 104 + 107 + 109) = 3376 us, of 3500: 0.965. In all: 15
+    kernels 100 + ... + 114 = 1605, input gradients 2 x (1605 - 100 - 114) = 2782, weight gradients
+    3 x (100 + 422 + 112) = 1902.
+    """
+    assert bench.names[1] == "layernorm"
+    text = profiled(job, tmp_path).read_text()
+    text = re.sub(r"(?m)^# date: \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$", "# date: DATE", text)
+    text = text.replace(f"# tool_version: {__version__}\n", "# tool_version: VERSION\n")
+    assert text == (Path(__file__).parent / "golden_profile.txt").read_text()
+
+
+def test_raw_samples_lie_beside_it_in_the_order_taken(job: Job, bench: Bench, tmp_path: Path) -> None:
+    bench.scale["param_time"] = 2.5
+    path = profiled(job, tmp_path, train_iter=4)
+    document = json.loads((tmp_path / "Fake-1-tiny.json").read_text())
+    assert document["origin"] == read_profile(path).origin
+    (rank,) = document["ranks"]
+    assert list(rank["kernels"]) == bench.names == bench.built
+    assert rank["kernels"]["atten_qkv"]["weight_grad"] == {"settled": True, "us": [306.0] * 4}
+    assert rank["kernels"]["param_time"] == {"forward": {"settled": True, "us": [285.0] * 4}}  # 2.5 x 114
+    assert document["origin"]["note_param_time"] == "a part, x 2.5"
+    assert rank["layer"]["forward"]["us"] == [1100.0] * 4
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["Fake-1-tiny.json", "Fake-1-tiny.txt"]
+
+
+def test_samples_never_take_the_profiles_own_name() -> None:
+    assert samples_path(Path("a/H200-v1.5.txt")) == Path("a/H200-v1.5.json")
+    assert samples_path(Path("a/mine.json")) == Path("a/mine.json.json")
+
+
+def test_each_kernels_tensors_go_before_the_next_come(job: Job, bench: Bench, tmp_path: Path) -> None:
+    bench.before = lambda name: bench.device.log.append(f"build {name}")
+    profiled(job, tmp_path)
+    steps = [entry for entry in bench.device.log if entry.startswith(("build", "release"))]
+    assert steps == [step for name in bench.names for step in (f"build {name}", "release")] + ["release"]
+
+
+def test_output_wins_over_the_made_up_name(job: Job, bench: Bench, tmp_path: Path) -> None:
+    assert bench.names
+    assert profiled(job, tmp_path, output=tmp_path / "mine.txt") == tmp_path / "mine.txt"
+    assert (tmp_path / "mine.json").exists()
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, RuntimeError, UserError])
+def test_a_failure_midway_leaves_the_files_as_they_were(
+    job: Job, bench: Bench, tmp_path: Path, failure: type[BaseException]
+) -> None:
+    (tmp_path / "Fake-1-tiny.txt").write_text("earlier")
+
+    def fail(name: str) -> None:
+        if name == "logit_time":
+            raise failure
+
+    bench.before = fail
+    with pytest.raises(failure):
+        profiled(job, tmp_path)
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("Fake-1-tiny.txt", "earlier")]
+
+
+def test_a_failure_while_writing_leaves_no_profile(job: Job, bench: Bench, tmp_path: Path) -> None:
+    assert bench.names
+    (tmp_path / "Fake-1-tiny.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        profiled(job, tmp_path)
+    assert [found.name for found in tmp_path.iterdir()] == ["Fake-1-tiny.json"]
+
+
+def test_too_little_memory_names_both_numbers_before_anything_is_built(
+    job: Job, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {"logit_time": 9 * GIB, "cross_entropy": 12 * GIB, "param_time": 99 * GIB}
+    monkeypatch.setattr(run, "needed_bytes", lambda kernel, _: needs.get(kernel.name, GIB))
+    with pytest.raises(UserError) as caught:
+        profiled(job, tmp_path)
+    assert str(caught.value) == (
+        "cross_entropy needs 12.00 GiB and NVIDIA Fake 1 has 8.00 GiB free: lower --micro_batch or --seq_length, or "
+        "raise --tensor_model_parallel_size (--tp)"
+    )
+    assert bench.built == []
+
+
+def test_the_optimizer_alone_may_need_more_than_there_is(
+    job: Job, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "needed_bytes", lambda kernel, _: 99 * GIB if kernel.name == "param_time" else GIB)
+    check_memory(kernel_table(job), job, bench.device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "said", ["CUDA out of memory. Tried 2 GiB\nmore", "DefaultCPUAllocator: can't allocate memory"]
+)
+def test_an_allocation_that_fails_all_the_same_is_the_users_error(
+    job: Job, bench: Bench, tmp_path: Path, said: str
+) -> None:
+    def fail(name: str) -> None:
+        if name == "mlp_gelu":
+            raise torch.cuda.OutOfMemoryError(said) if "CUDA" in said else RuntimeError(said)
+
+    bench.before = fail
+    with pytest.raises(UserError) as caught:
+        profiled(job, tmp_path)
+    assert str(caught.value).startswith(
+        f"mlp_gelu ran out of memory: {said.splitlines()[0]}; and NVIDIA Fake 1 has 8.00"
+    )
+
+
+def test_a_layer_too_large_for_memory_is_left_out_and_said(job: Job, bench: Bench, tmp_path: Path) -> None:
+    bench.device.free = GIB  # ten parts of an eighth
+    origin = read_profile(profiled(job, tmp_path)).origin
+    assert origin["sum_of_parts_over_whole_forward"] == "not measured: one layer needs up to 1.2 GiB of 1.0 GiB free"
+    assert "warning_sum_of_parts" not in origin
+
+
+def test_a_time_budget_is_respected_and_short_samples_are_said(job: Job, bench: Bench, tmp_path: Path) -> None:
+    bench.us = lambda name: 50_000.0 if name == "mlp_linear_1" else 100.0  # type: ignore[method-assign]
+    found = read_profile(profiled(job, tmp_path, time_budget=4.0))
+    assert bench.device.host_s <= 4.0
+    assert found.sections["mlp_linear_1"].more["samples"] == 3
+    assert found.origin["samples_per_measurement"] == "3 to 10"
+    # Forward 50 ms, gradients 100 and 150 ms a call, and about 0.1 s for each: 3 samples is the least.
+    assert found.origin["warning_samples"] == (
+        "fewer than 10 within the time budget: mlp_linear_1 forward 3, mlp_linear_1 input_grad 3, "
+        "mlp_linear_1 weight_grad 3"
+    )
+    assert found.origin["not_settled"] == "mlp_linear_1 forward, mlp_linear_1 input_grad, mlp_linear_1 weight_grad"
+
+
+def test_without_a_budget_a_slow_kernel_gets_its_samples(job: Job, bench: Bench, tmp_path: Path) -> None:
+    bench.us = lambda name: 500_000.0 if name == "mlp_linear_1" else 100.0  # type: ignore[method-assign]
+    found = read_profile(profiled(job, tmp_path, train_iter=12))
+    assert found.sections["mlp_linear_1"].more["samples"] == 12
+    assert found.train_iter == 12
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"train_iter": 0}, "--train_iter 0 must be at least 1"),
+        ({"device": "tpu"}, "--device tpu must be one of auto, cuda, cpu"),
+        ({"l2": "warm"}, "--l2 warm must be cold or hot"),
+        ({"time_budget": 0.0}, "--time_budget 0.0 must be a number of seconds above 0"),
+        ({"time_budget": float("nan")}, "--time_budget nan must be"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings(**more)
+    assert said in str(caught.value)
+
+
+# Several ranks
+
+
+def result(rank: int, job: Job, factor: float, **more: Any) -> RankResult:
+    """A rank on which every time is 100 us x `factor`, one sample in ten twice that."""
+    samples = Samples((100.0 * factor,) * 9 + (200.0 * factor,), settled=True)
+    state = {"clocks": "c", "power": "p", "temperature": "t", "throttle": "none"}
+    ways = {kernel.name: ("forward", *run.WAYS[kernel.gradients]) for kernel in kernel_table(job)}
+    made = RankResult(
+        rank=rank,
+        host=f"node-{rank}",
+        facts={"gpu": "NVIDIA H200"},
+        start=state,
+        end=state,
+        choices={},
+        notes={},
+        kernels={name: dict.fromkeys(parts, samples) for name, parts in ways.items()},
+        layer={"forward": samples.scaled(10), "input_grad": samples.scaled(14)},
+    )
+    return replace(made, **more)
+
+
+def origin_of(job: Job, *results: RankResult) -> dict[str, str]:
+    return dict(profile_of(job, results, path="x", train_iter=10, l2="cold", date="d").origin)
+
+
+def test_ranks_are_pooled_and_the_slowest_is_named(job: Job) -> None:
+    both = (result(0, job, 1.0), result(1, job, 1.5))
+    found = profile_of(job, both, path="x", train_iter=10, l2="cold", date="d")
+    emb = found.sections["Emb"]
+    assert (emb.min, emb.max) == (100, 300)
+    assert emb.avg == pytest.approx((9 * 100 + 200 + 9 * 150 + 300) / 20)
+    assert emb.more["samples"] == 20
+    assert emb.more["forward_median"] == 150  # 9 x 100, then 9 x 150: the 10th is 150
+    assert emb.weight_grad == pytest.approx(137.5)
+    assert found.origin["ranks_measured"] == "2"
+    # 15 kernels; 13 input gradients; weight gradients of 5 GEMMs and the embedding: 34 medians of 150 us.
+    assert found.origin["slowest_rank"] == "1 (node-1), 5100.0 us for all kernels"
+    assert found.origin["rank_spread_percent"] == "50.00"
+    assert found.origin["host"] == "node-0, node-1"
+    assert "warning_gpus" not in found.origin
+
+
+def test_different_gpus_and_throttling_are_warned_of(job: Job) -> None:
+    hot = {"clocks": "c", "power": "p", "temperature": "t", "throttle": "power cap"}
+    origin = origin_of(job, result(0, job, 1.0), result(1, job, 1.0, facts={"gpu": "NVIDIA A100"}, end=hot))
+    assert origin["warning_gpus"] == "the ranks measured different devices: rank 0 NVIDIA H200, rank 1 NVIDIA A100"
+    assert origin["warning_throttled"] == "rank 1 power cap"
+
+
+def test_the_sum_check_warns_beyond_a_tenth(job: Job) -> None:
+    # Ten parts of 100 us over a layer of 1000 us; their 10 + 4 gradients over 1400.
+    origin = origin_of(job, result(0, job, 1.0))
+    assert origin["sum_of_parts_over_whole_forward"] == "1.000"
+    assert origin["sum_of_parts_over_whole_backward"] == "1.000"
+    assert "warning_sum_of_parts" not in origin
+    slow = {"forward": Samples((800.0, 800.0), True), "input_grad": Samples((1300.0, 1300.0), True)}
+    origin = origin_of(job, result(0, job, 1.0, layer=slow))
+    assert origin["warning_sum_of_parts"] == "more than 10% from the whole layer: forward 1.250"
+
+
+def test_the_layer_of_a_mixture_has_experts_and_no_dense_mlp() -> None:
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_layer_freq": (0, 1)}
+    names = [kernel.name for kernel in layer_kernels(tiny(**experts, moe_shared_expert_intermediate_size=32))]
+    assert names == [
+        *("layernorm", "atten_qkv", "atten_flash", "atten_linear", "atten_residual", "layernorm2"),
+        *("moe_router", "moe_permute", "moe_unpermute", "mlp_linear_1", "mlp_gelu", "mlp_linear_2"),
+        *("mlp_shared_linear_1", "mlp_shared_gelu", "mlp_shared_linear_2", "mlp_residual"),
+    ]
+
+
+def test_every_kind_of_gradient_is_measured(job: Job) -> None:
+    kinds = {kernel.gradients for kernel in kernel_table(job)}
+    assert kinds == set(run.WAYS)
+    assert run.WAYS[GEMM] == ("input_grad", "weight_grad")
+    assert run.WAYS[INPUT] == ("input_grad",)
+
+
+def test_a_failing_rank_stops_both_and_no_file_is_written(tmp_path: Path) -> None:
+    code = f"""
+        from pathlib import Path
+        from aicb.errors import UserError
+        from profiler import run
+        from tests.profiler.test_run import tiny
+        build = run.build
+        def failing(kernel, *more):
+            if run.Ranks.from_environment().rank == 1 and kernel.name == "layernorm2":
+                raise UserError("no such luck")
+            return build(kernel, *more)
+        run.build = failing
+        settings = run.Settings(device="cpu", l2="hot", time_budget=0.5, show_progress=False)
+        run.profile_job(tiny(), settings, lambda slug: Path({str(tmp_path)!r}) / "out.txt")
+    """
+    said = f"error: rank 1 ({host()}): no such luck\n"
+    assert finish(processes(code, size=2)) == [(2, said)] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# The real kernels
+
+
+@pytest.mark.parametrize("l2", ["cold", "hot"])
+def test_real_kernels_on_this_cpu(job: Job, tmp_path: Path, l2: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = profiled(job, tmp_path, device="cpu", l2=l2, time_budget=1.0, show_progress=True)
+    assert path == tmp_path / "CPU-tiny.txt"
+    found = read_profile(path)
+    table = {kernel.name: kernel for kernel in kernel_table(job)}
+    assert list(found.sections) == list(table)
+    for name, section in found.sections.items():
+        assert section.avg > 0
+        assert (section.input_grad is not None) == (table[name].gradients in (GEMM, INPUT))
+        assert (section.weight_grad is not None) == (table[name].gradients in (GEMM, "weight"))
+        assert section.more["samples"] >= 3
+    assert found.origin["l2"] == l2
+    assert found.origin["gpu"].startswith("CPU ")
+    assert float(found.origin["sum_of_parts_over_whole_backward"]) > 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "profiling 1/16 Emb"
+    assert lines[-1] == "profiling 16/16 whole layer"
