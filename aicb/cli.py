@@ -3,7 +3,7 @@
     aicb generate -m 7 --world_size 4096 --tp 2 --global_batch 8192 --comp_filepath profile.txt
     aicb check FILE...      aicb show FILE      aicb models
 
-Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why).
+Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why); 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from aicb.options import IGNORED, OPTIONS, Option
 
 UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 ALIKE = {"token_normalize_func": lambda word: word.replace("-", "_")}
+INTERRUPTED = 130  # as a shell reports Ctrl-C
 ON, OFF = ("on", "true"), ("off", "false")
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -222,8 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        return _fail("interrupted")
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer may report Ctrl-C either way
+        _fail("interrupted")
     return code if isinstance(code, int) else 0
 
 

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 8 aicb.py --aiob_enable -m 7 --tp 4
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ def measure_job(job: Job, settings: Settings, device: Device, ranks: Ranks) -> R
     table = kernel_table(job)
     check_memory(table, job, device)
     choices = choose(job, device.torch_device)
+    gc.freeze()  # what is loaded by now stays: collecting after each kernel would walk all of torch
     parts = sum(1 + len(WAYS[kernel.gradients]) for kernel in table) + 2  # the layer: forward and backward
     budget = Budget(settings.time_budget, parts, CAP_S, device.now)
     device.burn_in(min(device.burn_in_s, _BURN_IN_SHARE * (settings.time_budget or float("inf"))))

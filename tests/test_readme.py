@@ -20,7 +20,7 @@ COMMANDS = [
 ]
 MEASURING = [line for kind, block in BLOCKS if kind == "sh gpu" for line in block.splitlines()]
 TINY = "--device cpu --num_layers 1 --hidden_size 64 --num_attention_heads 8 --num_query_groups 8 --ffn_hidden_size 64"
-TINY += " --vocab_size 64 --seq_length 16 --dtype float32 --time_budget 2 --train_iter 3"
+TINY += " --vocab_size 64 --seq_length 16 --dtype float32 --time_budget 2 --train_iter 3 --l2 hot"
 
 
 def environment() -> dict[str, str]:

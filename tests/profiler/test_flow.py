@@ -1,0 +1,135 @@
+"""The whole flow as users start it: torchrun, two ranks, from nothing to a workload that passes `aicb check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aicb.profile import read_profile
+from aicb.workload_file import check
+
+REPOSITORY = Path(__file__).parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(REPOSITORY / "aicb.py")]
+TINY = "--aiob_enable --device cpu --dtype float32 --hidden_size 64 --num_attention_heads 4 --vocab_size 256"
+TINY += " --seq_length 32 --world_size 8 --global_batch 8 --time_budget 2 --train_iter 3 --l2 hot"
+MODELS = {
+    "dense": "-m 7 --num_layers 2 --tp 4",
+    "experts": "-m moe --num_layers 2 --tp 2 --ep 2 --sp --num_query_groups 2 --kv_channels 16 --ffn_hidden_size 96 "
+    "--n_shared_expert 1 --n_dense_layers 1",
+    "latent": "-m deepseek16 --num_layers 2 --tp 2 --ep 2 --sp --ffn_hidden_size 64 --moe_ffn_hidden_size 32 "
+    "--num_experts 8 --kv_lora_rank 16 --qk_nope_dim 16 --qk_rope_dim 8 --v_head_dim 16",
+}
+EXPECTED = {
+    "dense": {"atten_qkv", "mlp_linear_1", "atten_core_qk", "logit_time", "cross_entropy", "param_time"},
+    "experts": {"moe_router", "moe_permute", "mlp_linear_1", "mlp_shared_linear_1", "dense_linear_1"},
+    "latent": {"attention_q_column", "attention_linear_kv_lora", "attention_kv_column", "attention_o_row"},
+}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_from_profile_to_checked_workload(name: str, tmp_path: Path) -> None:
+    command = [*TORCHRUN, *TINY.split(), *MODELS[name].split(), "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)  # one rank prints, and nothing but the summary
+    assert summary["gradients"] == "measured"
+    assert not list(check(tmp_path / summary["file"]))
+    (profile,) = (tmp_path / "results" / "aiob_outputs").glob("*.txt")
+    found = read_profile(profile)
+    assert found.origin["ranks_measured"] == "2"
+    assert EXPECTED[name] <= set(found.sections)
+    assert not any("not measured by this profile" in note for note in summary["notes"])
+    samples = json.loads(profile.with_suffix(".json").read_text())
+    assert samples
+    # The workload's times are the profile's: the optimizer's average, in whole ns.
+    row = next(line for line in (tmp_path / summary["file"]).read_text().splitlines() if "grad_param_compute" in line)
+    assert int(row.split()[5]) == round(found.sections["param_time"].avg * 1000)
+
+
+def test_a_killed_run_leaves_no_profile(tmp_path: Path) -> None:
+    """SIGINT goes to torchrun, as Ctrl-C does; nothing that looks complete may stay."""
+    command = [*TORCHRUN, *TINY.split(), *MODELS["dense"].split(), "--seq_length", "512", "--time_budget", "60"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.search(r"profiling [3-9]/", line):
+                break
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        assert process.wait(timeout=60) != 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_an_interrupted_process_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
+    command += ["--seq_length", "512", "--time_budget", "60"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.search(r"profiling [3-9]/", line):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert "aicb: error: interrupted" in rest
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_killed_process_leaves_no_profile(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "whole layer" in line:
+                break
+        process.kill()
+    time.sleep(0.1)
+    assert list(tmp_path.rglob("*.txt")) == []
+
+
+def test_another_slices_profile_is_not_replaced(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split(), "--profile_only"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    path = tmp_path / done.stdout.strip()
+    before = path.read_bytes()
+    other = [*command, "--vocab_size", "999"]
+    done = subprocess.run(other, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "padded_vocab_size: profile 512, asked 1024" in done.stderr
+    assert "profiling" not in done.stderr  # refused before anything was measured
+    assert path.read_bytes() == before
+
+
+def test_without_a_gpu_the_error_names_both_ways_out(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, "-m", "aicb", "generate", "-m", "7", "--aiob_enable"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--comp_filepath" in done.stderr
+    assert "--device cpu" in done.stderr
+
+
+def test_without_torch_the_error_names_both_ways_out(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from aicb.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "generate", "-m", "7", "--aiob_enable"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "torch is not installed" in done.stderr
+    assert "--comp_filepath" in done.stderr
