@@ -5,7 +5,7 @@ from typing import Any
 import stand_ins
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -61,8 +61,8 @@ def start_rank(config: Config) -> int:
 
 def activation(config: Config) -> Any:
     if config["squared_relu"]:
-        return lambda x: torch.pow(F.relu(x), 2)
-    return F.silu if config["swiglu"] else F.gelu
+        return lambda x: torch.pow(torch.nn.functional.relu(x), 2)
+    return torch.nn.functional.silu if config["swiglu"] else torch.nn.functional.gelu
 
 
 def moe_options(config: Config) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def train_step(config: Config, model: DistributedDataParallel, optimizer: Any) -
     )
     with stand_ins.phase("optimizer"):
         success, norm, _ = optimizer.step()
-    assert success and math.isfinite(norm) and norm > 0, norm
+    if not (success and math.isfinite(norm) and norm > 0):
+        raise SystemExit(f"the optimizer step failed: gradient norm {norm}")
     with stand_ins.phase("post_step_logging"):
         for _ in range(2):  # did the update succeed, and the norm of the gradient
             torch.distributed.all_reduce(torch.zeros(1), group=mpu.get_model_parallel_group())
@@ -142,7 +143,7 @@ def rows_of(calls: list[stand_ins.Call]) -> dict[str, list[dict[str, Any]]]:
     counts = Counter(in_format(call) for call in calls if call.group_size > 1)
     lists = {True: [], False: []}
     for (sayable, row), count in sorted(counts.items()):
-        lists[sayable].append(dict(zip(KEYS[sayable], row)) | {"count": count})
+        lists[sayable].append(dict(zip(KEYS[sayable], row, strict=True)) | {"count": count})
     return {"collectives": lists[True], "not_in_the_workload_format": lists[False]}
 
 

@@ -122,7 +122,7 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: Any = None, as
 def all_gather_list(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None):
     joined = torch.cat([output.reshape(-1) for output in outputs])
     all_gather(joined, tensor, group)
-    for output, part in zip(outputs, joined.split([output.numel() for output in outputs])):
+    for output, part in zip(outputs, joined.split([output.numel() for output in outputs]), strict=True):
         output.copy_(part.view_as(output))
 
 
