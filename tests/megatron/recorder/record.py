@@ -143,7 +143,7 @@ def rows_of(calls: list[stand_ins.Call]) -> dict[str, list[dict[str, Any]]]:
     counts = Counter(in_format(call) for call in calls if call.group_size > 1)
     lists = {True: [], False: []}
     for (sayable, row), count in sorted(counts.items()):
-        lists[sayable].append(dict(zip(KEYS[sayable], row, strict=True)) | {"count": count})
+        lists[sayable].append(dict(zip(KEYS[sayable], row, strict=False)) | {"count": count})
     return {"collectives": lists[True], "not_in_the_workload_format": lists[False]}
 
 
