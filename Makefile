@@ -49,10 +49,10 @@ types: install-dev
 	$(BIN)/mypy
 
 pytest: install-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-bench: install
-	$(BIN)/python benchmarks/bench.py
+bench: install-dev
+	$(BIN)/python benchmarks/bench.py; status=$$?; PYTHONPATH=. $(BIN)/python benchmarks/layer_sum.py && exit $$status
 
 format: install-dev
 	$(BIN)/ruff check --fix
