@@ -39,7 +39,10 @@ class Kernel:
     required: bool = True
     """Absent from a profile, it is an error; first-generation profiles lack the others, unmeasured then."""
     routed: bool = False
-    """Its work grows with the tokens that the router sends to this rank."""
+    """Its work grows with the tokens that the router sends to this rank: the experts' GEMMs and activation alone.
+
+    (The permutations' sort of arrived rows grows too; it is measured with the rest of them and not scaled.)
+    """
 
     @property
     def core_attention(self) -> bool:
@@ -151,7 +154,7 @@ def _rope(job: Job, row: str, heads: int, width: int) -> Kernel:
         "heads": heads,
         "width": width,
     }
-    traffic = job.element_bytes * (2 * job.tokens * heads * width) + 8 * job.training.seq_length * width
+    traffic = job.element_bytes * (2 * job.tokens * heads * width + 2 * job.training.seq_length * width)
     return Kernel(name="atten_rope", op="rope", rows=(row,), shape=shape, bytes=traffic, required=False)
 
 
@@ -172,7 +175,19 @@ def _latent_projections(job: Job) -> Iterator[Kernel]:
     if model.qk_layernorm:
         yield from _norm(job, "atten_kv_layernorm", kv_up, model.kv_lora_rank, required=False)
     yield from _gemm(job, "attention_kv_column", kv_up, (tokens, model.kv_lora_rank, kv_out))
-    yield _rope(job, "attention_o_row", heads + 1, model.qk_rope_dim)  # one rotary key serves all heads
+    yield _latent_rope(job, heads)
+
+
+def _latent_rope(job: Job, heads: int) -> Kernel:
+    """Rotary positions of a part of each query and of the one key that all heads share, and the heads put together."""
+    nope, width, seq = job.model.qk_nope_dim, job.model.qk_rope_dim, job.training.seq_length
+    shape = {"batch": job.training.micro_batch, "seq": seq, "heads": heads, "nope": nope, "width": width}
+    query = key = heads * (nope + width)
+    read = query + heads * nope + width  # of a token; a key's own part is a view of the up-projection's output
+    traffic = job.element_bytes * (job.tokens * (read + query + key) + 2 * seq * width)
+    return Kernel(
+        name="atten_rope", op="latent_rope", rows=("attention_o_row",), shape=shape, bytes=traffic, required=False
+    )
 
 
 def attention_widths(job: Job) -> tuple[int, int]:
@@ -234,8 +249,9 @@ def _mlp_kernels(job: Job) -> Iterator[Kernel]:
     if has_experts:
         yield from _experts(job)
         if model.moe_shared_expert_intermediate_size:
-            shared = model.moe_shared_expert_intermediate_size
-            yield from _mlp(job, "mlp_shared", _rows(job, "mlp_shared"), shared)
+            shared = _rows(job, "mlp_shared")
+            yield from _mlp(job, "mlp_shared", shared, model.moe_shared_expert_intermediate_size)
+            yield _residual(job, "mlp_shared_residual", shared[1:])  # routed + shared output
     yield _residual(job, "mlp_residual", ends)
 
 
@@ -262,7 +278,11 @@ def _activation(job: Job, name: str, row: str, tokens: int, width: int, routed: 
 
 
 def _experts(job: Job) -> Iterator[Kernel]:
-    """Router, permutations and expert GEMMs under uniform routing (the generator scales routed work)."""
+    """Router, permutations and expert GEMMs under uniform routing (the generator scales routed work).
+
+    Rows arrive in the order of their source ranks and are sorted by expert, where there are several of both: Megatron's
+    alltoall dispatcher, before the experts and back after them.
+    """
     model, d, k = job.model, job.element_bytes, job.model.moe_router_topk
     hidden, local = model.hidden_size, model.num_experts // job.ep
     rows, copies = ("mlp_moelayer:experts",), job.tokens * k
@@ -274,8 +294,10 @@ def _experts(job: Job) -> Iterator[Kernel]:
         flops=2 * job.local_tokens * hidden * model.num_experts,
         bytes=d * (job.local_tokens * hidden + model.num_experts * hidden) + 8 * job.local_tokens * model.num_experts,
     )
+    arrived = copies if local > 1 and job.tp * job.ep > 1 else 0
     permutation = {"tokens": job.local_tokens, "hidden": hidden, "experts": model.num_experts, "topk": k}
-    traffic = d * job.local_tokens * hidden * (1 + k)
+    permutation["sorted"] = arrived
+    traffic = d * hidden * (job.local_tokens * (1 + k) + 2 * arrived)
     for name, part in (("moe_permute", "dispatch"), ("moe_unpermute", "combine")):
         row = (f"mlp_moelayer:{part}",)
         yield Kernel(name=name, op=name[4:], rows=row, shape=permutation, bytes=traffic)

@@ -27,6 +27,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def latent_heads(query: Tensor, key: Tensor, rotary: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Latent attention's (.., heads, nope + width), (.., heads, nope), (.., 1, width) -> queries and keys, rotated.
+
+    The last `width` of each query turns; all heads' keys end in the one rotary key, turned.
+    """
+    still, turning = query.split_with_sizes([key.size(-1), rotary.size(-1)], dim=-1)
+    shared = rotate(rotary, cos, sin).expand(*key.shape[:-1], -1)
+    return torch.cat((still, rotate(turning, cos, sin)), dim=-1), torch.cat((key, shared), dim=-1)
+
+
 def repeat_groups(x: Tensor, heads: int) -> Tensor:
     """(s, b, groups, width) -> (s, b, heads, width): one copy of a key or value for each query head it serves."""
     groups = x.size(2)
@@ -111,6 +121,35 @@ def unpermute(x: Tensor, probabilities: Tensor, order: Tensor) -> Tensor:
     tokens, topk = probabilities.shape
     weighted = x * probabilities.flatten().index_select(0, order).unsqueeze(1)
     return x.new_zeros(tokens, x.size(1)).index_add(0, order // topk, weighted)
+
+
+def chunk_orders(rows: int, sources: int, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where rows that came from `sources` ranks, each rank's sorted by expert, stand in expert order; and the way back.
+
+    Each source has about as many rows for each of this rank's experts.
+    """
+    chunks = torch.arange(rows, device=device).tensor_split(sources * experts)
+    order = torch.cat([chunk for expert in range(experts) for chunk in chunks[expert::experts]])
+    return order, order.argsort()
+
+
+class _Reorder(torch.autograd.Function):
+    """Gathers in both directions; index_select's own backward would add into zeros, as its rows might repeat."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+def reorder(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """(rows, h) -> the same rows in `order`, (rows,) ids; `back` is its inverse."""
+    return cast("Tensor", _Reorder.apply(x, order, back))  # type: ignore[no-untyped-call]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

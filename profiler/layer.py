@@ -6,8 +6,7 @@ them on in forward, and in backward hands on as many gradients, both without wor
 at which it is measured, but a split layer's values mean nothing; a dense layer that is not split is exact. Experts get
 even shares of the rows, whatever the router chose, as their GEMMs are measured. All-reduces are left out.
 
-What joins the parts is in the whole alone: latent attention's heads put together from their halves, the router's
-probabilities picked for the copies, the shared experts' output added.
+The router's probabilities, picked for the copies, are in the whole alone.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from profiler import functions
 from profiler.builders import Built, Request
 from profiler.builders.built import differentiated
 from profiler.builders.dense import randomised
+from profiler.builders.experts import arrival_orders
 from profiler.grouped import spread_evenly
 from profiler.implementations import Choices
 
@@ -48,6 +48,7 @@ class _Layer:
         self.job, self.device, self.choices = job, device, choices
         self.kernels = {kernel.name: kernel for kernel in kernel_table(job)}
         self.has_experts = job.model.has_experts(index)
+        self.arrival = arrival_orders(self.request("moe_permute")) if self.has_experts else None
         self.tensors: dict[str, Tensor] = {}
         self._modules: dict[str, nn.Module] = {}
         self._rows: dict[tuple[int, int], Tensor] = {}
@@ -74,7 +75,7 @@ class _Layer:
             return self.residual("mlp_residual", x, self.mlp(prefix, normed))
         out = self.experts(normed)
         if "mlp_shared_linear_1" in self.kernels:
-            out = out + self.rows(self.mlp("mlp_shared", normed), out.size(0))
+            out = self.residual("mlp_shared_residual", out, self.mlp("mlp_shared", normed))
         return self.residual("mlp_residual", x, out)
 
     # Parts: each makes its weights when it first runs
@@ -144,9 +145,8 @@ class _Layer:
         latent = self.norm("atten_kv_layernorm", latent) if model.qk_layernorm else latent
         up = self.linear("attention_kv_column", latent).view(*self.order, heads, nope + v)
         key, value = up.split_with_sizes([nope, v], dim=-1)
-        query, turning = query.split_with_sizes([nope, rope], dim=-1)
-        shared = self.rotate(self.rows(shared, tokens).reshape(*self.order, 1, rope)).expand(-1, -1, heads, -1)
-        query, key = torch.cat((query, self.rotate(turning)), dim=-1), torch.cat((key, shared), dim=-1)
+        shared = self.rows(shared, tokens).reshape(*self.order, 1, rope)
+        query, key = functions.latent_heads(query, key, shared, self.cos, self.sin)
         return self.linear("attention_o_row", self.core(query, key, value))
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -174,17 +174,23 @@ class _Layer:
         gate = self.weight("moe_router.weight", shape["experts"], shape["hidden"])
         probabilities, ids = functions.route(x, gate, shape["topk"])
         copies, order = functions.permute(x, ids)
-        hidden = self.activate("mlp_gelu", self.grouped("mlp_linear_1", copies))
-        out = self.rows(self.grouped("mlp_linear_2", hidden), copies.size(0))
+        out = self.rows(self.routed(self.rows(copies, self.kernels["mlp_linear_1"].shape["m"])), copies.size(0))
         chosen = probabilities.gather(1, ids).to(x.dtype)
         return functions.unpermute(out, chosen, order)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """This rank's experts on the rows that arrived, sorted by expert where they come from several ranks."""
+        if self.arrival is not None:
+            x = functions.reorder(x, *self.arrival)
+        x = self.grouped("mlp_linear_2", self.activate("mlp_gelu", self.grouped("mlp_linear_1", x)))
+        return x if self.arrival is None else functions.reorder(x, *reversed(self.arrival))
 
     def grouped(self, name: str, x: Tensor) -> Tensor:
         """The experts' GEMM, rows spread evenly over this rank's experts."""
         m, k, n, experts = self.request(name).sizes("m", "k", "n", "experts")
         weight, bias = self.weight(f"{name}.weight", experts, n, k), self.bias(name, experts, n)
         counts, repeats, ends = self.counts(m, experts)
-        out = self.choices.experts.forward(self.rows(x, m), weight, counts, ends)
+        out = self.choices.experts.forward(x, weight, counts, ends)
         return functions.add_expert_bias(out, bias, repeats)
 
     def counts(self, rows: int, experts: int) -> tuple[list[int], Tensor, Tensor]:

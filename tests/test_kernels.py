@@ -85,9 +85,9 @@ TP1 = {
     "layernorm": Expected("norm", "attention_layer", norm(128, 512), 0, 263168),
     # n = (8 + 2 x 4) heads x 64 = 1024; 2 x 128 x 512 x 1024 = 2^27; 2 B x (65536 + 524288 + 131072)
     "atten_qkv": Expected("gemm", "attention_layer", gemm(128, 512, 1024), 134217728, 1441792, "gemm"),
-    # 8 + 4 heads: 2 x 2 B x 128 x 12 x 64 = 393216; two fp32 tables of 64 x 64: 32768
+    # 8 + 4 heads: 2 x 2 B x 128 x 12 x 64 = 393216; two tables of 64 x 64, 2 B each: 16384
     "atten_rope": Expected(
-        "rope", "attention_layer", {"batch": 2, "seq": 64, "heads": 12, "width": 64}, 0, 425984
+        "rope", "attention_layer", {"batch": 2, "seq": 64, "heads": 12, "width": 64}, 0, 409600
     ),
     # QK and PV: 2 matmuls x 2 x (2 x 8 x 64 x 64) x 64 = 2^24, causal half 2^23; q 65536, k and v 32768 each, out 65536
     "atten_flash": Expected("flash_attention", "attention_layer", core(8, 4), 8388608, 393216),
@@ -131,8 +131,8 @@ TP4_SP = {
     "layernorm": Expected("norm", "attention_column", norm(32, 512), 0, 66560),
     # n = (2 + 2 x 1) x 64 = 256; 2 x 128 x 512 x 256 = 2^25; 2 B x (65536 + 131072 + 32768)
     "atten_qkv": Expected("gemm", "attention_column", gemm(128, 512, 256), 33554432, 458752, "gemm"),
-    # 3 heads: 2 x 2 B x 128 x 3 x 64 = 98304, + 32768
-    "atten_rope": Expected("rope", "attention_row", {"batch": 2, "seq": 64, "heads": 3, "width": 64}, 0, 131072),
+    # 3 heads: 2 x 2 B x 128 x 3 x 64 = 98304, + 16384
+    "atten_rope": Expected("rope", "attention_row", {"batch": 2, "seq": 64, "heads": 3, "width": 64}, 0, 114688),
     # a quarter of TP 1
     "atten_flash": Expected("flash_attention", "attention_row", core(2, 1), 2097152, 98304),
     # 2 x 128 x 128 x 512 = 2^24; 2 B x (16384 + 65536 + 65536)
@@ -298,8 +298,9 @@ MOE_TAIL = {
     "dense_gelu": ("activation", "mlp_row", activation(512)),
     "dense_linear_2": ("gemm", "mlp_row", gemm(128, 512, 512)),
     "moe_router": ("router", "mlp_moelayer:router", ROUTED),
-    "moe_permute": ("permute", "mlp_moelayer:dispatch", ROUTED),
-    "moe_unpermute": ("unpermute", "mlp_moelayer:combine", ROUTED),
+    # 2 x 4 ranks send to 2 experts: all 128 tokens x 2 copies are sorted
+    "moe_permute": ("permute", "mlp_moelayer:dispatch", {**ROUTED, "sorted": 256}),
+    "moe_unpermute": ("unpermute", "mlp_moelayer:combine", {**ROUTED, "sorted": 256}),
     # 8 / 4 = 2 experts of width 256 / 2 = 128; 128 tokens x 2 copies under uniform routing
     "mlp_linear_1": ("grouped_gemm", "mlp_moelayer:experts", {**gemm(256, 512, 256), "experts": 2}),
     "mlp_gelu": ("activation", "mlp_moelayer:experts", activation(128, tokens=256)),
@@ -308,6 +309,7 @@ MOE_TAIL = {
     "mlp_shared_linear_1": ("gemm", "mlp_shared_column", gemm(128, 512, 512)),
     "mlp_shared_gelu": ("activation", "mlp_shared_row", activation(256)),
     "mlp_shared_linear_2": ("gemm", "mlp_shared_row", gemm(128, 256, 512)),
+    "mlp_shared_residual": ("residual", "mlp_shared_row", norm(64, 512)),
     "mlp_residual": ("residual", "mlp_row mlp_moelayer:combine", norm(64, 512)),
 }
 
@@ -324,6 +326,27 @@ def test_mixture_of_experts() -> None:
     # Expert GEMM: 2 x 256 x 512 x 256 = 2^26; 2 B x (256 x 512 + 2 experts x 512 x 256 + 256 x 256)
     assert (kernels["mlp_linear_1"].flops, kernels["mlp_linear_1"].bytes) == (67108864, 917504)
     assert kernels["moe_router"].flops == 524288  # 2 x 64 x 512 x 8
+    # 2 B x 512 x (64 tokens and 128 copies, read and written either way; 256 rows read and written)
+    assert kernels["moe_permute"].bytes == kernels["moe_unpermute"].bytes == 720896
+    assert kernels["mlp_shared_residual"].bytes == 196608  # 3 x 2 B x 64 x 512
+    assert not kernels["mlp_shared_residual"].required
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "rows", "size"),
+    [
+        (1, 1, 0, 393216),  # all from this rank: 2 B x 512 x (128 + 256)
+        (1, 8, 0, 393216),  # one expert
+        (2, 8, 0, 196608),  # one expert: 2 B x 512 x (64 + 128)
+        (1, 4, 256, 917504),  # 393216 + 2 B x 512 x 2 x 256
+        (2, 1, 256, 720896),  # 196608 + 524288: gathered over TP alone, for 8 experts
+    ],
+)
+def test_arrived_rows_are_sorted_for_several_experts_from_several_ranks(tp: int, ep: int, rows: int, size: int) -> None:
+    split = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "enable_sequence_parallel": tp > 1}
+    kernels = table(job_of(**{**MOE, **split, "world_size": 16}))
+    for name in ("moe_permute", "moe_unpermute"):
+        assert (kernels[name].shape["sorted"], kernels[name].bytes) == (rows, size)
 
 
 def test_experts_on_every_layer_leave_no_dense_mlp() -> None:
@@ -352,8 +375,7 @@ MLA_ATTENTION = {
     "atten_kv_layernorm": ("norm", "attention_kv_column", norm(64, 72)),
     # 4 heads x (32 + 40)
     "attention_kv_column": ("gemm", "attention_kv_column", gemm(128, 72, 288)),
-    # 4 heads of queries, one shared key
-    "atten_rope": ("rope", "attention_o_row", {"batch": 2, "seq": 64, "heads": 5, "width": 16}),
+    "atten_rope": ("latent_rope", "attention_o_row", {"batch": 2, "seq": 64, "heads": 4, "nope": 32, "width": 16}),
     "atten_flash": ("flash_attention", "attention_o_row", core(4, 4, qk=48, v=40)),
     # 4 heads x 40
     "attention_o_row": ("gemm", "attention_o_row", gemm(128, 160, 512)),
@@ -372,6 +394,9 @@ def test_multi_latent_attention() -> None:
     for name, expected in MLA_ATTENTION.items():
         kernel = kernels[name]
         assert (kernel.op, " ".join(kernel.rows), dict(kernel.shape)) == expected, name
+    # A token: q read and written, 2 x 4 x 48 = 384; the keys' own part and the shared one read, 4 x 32 + 16 = 144; k
+    # written, 4 x 48 = 192: 720. 128 tokens: 92160; two tables of 64 x 16: 2048; 2 B each
+    assert kernels["atten_rope"].bytes == 188416
     # 2 x 4 x 64 x 64 scores x (48 + 40), causal half of 2 x 2 flops; k and v of all 4 heads
     assert kernels["atten_flash"].flops == 2883584
     assert kernels["atten_flash"].bytes == 180224  # 2 B x 128 tokens x 4 heads x (48 + 48 + 40 + 40)

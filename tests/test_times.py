@@ -482,6 +482,7 @@ def test_expert_kernels_land_on_the_expert_rows() -> None:
         "mlp_shared_linear_1": (30, 31, 32),
         "mlp_shared_gelu": (10, 11),
         "mlp_shared_linear_2": (40, 41, 42),
+        "mlp_shared_residual": (3, 4),
     }
     found = written(job, profile_times(job, profile(times)))
     expert = [columns(row) for row in found if row[0] == "mlp_moelayer" and any(columns(row))]
@@ -494,7 +495,7 @@ def test_expert_kernels_land_on_the_expert_rows() -> None:
     assert expert == of_a_layer * 4  # two layers, two micro-batches
     shared = {row[0]: columns(row) for row in found if row[0].startswith("mlp_shared")}
     assert shared["mlp_shared_column"] == (30_000, 31_000, 32_000)
-    assert shared["mlp_shared_row"] == (50_000, 52_000, 42_000)
+    assert shared["mlp_shared_row"] == (53_000, 56_000, 42_000)  # 10+40+3 | 11+41+4
 
 
 def test_imbalance_scales_the_work_that_grows_with_the_routed_tokens() -> None:

@@ -33,6 +33,7 @@ OPS: dict[str, Op] = {
     "gemm": Op(dense.gemm, dense.gemm_bytes),
     "grouped_gemm": Op(experts.grouped_gemm, experts.grouped_gemm_bytes),
     "rope": Op(dense.rope, dense.rope_bytes),
+    "latent_rope": Op(dense.latent_rope, dense.latent_rope_bytes),
     "flash_attention": Op(attention.flash_attention, attention.flash_attention_bytes),
     "scores": Op(attention.scores, attention.scores_bytes),
     "softmax": Op(attention.softmax, attention.softmax_bytes),

@@ -21,7 +21,7 @@ class Built:
     """One kernel ready to be timed; the calls hold its tensors."""
 
     forward: Callable[[], object]
-    """Returns the output (a tuple where there are several; the first is differentiated)."""
+    """Returns the output (a tuple where there are several; those with a graph are differentiated)."""
     input_grad: Callable[[], object] | None = None
     """Returns the gradients, a tuple. GEMM: the dgrad matmul; others: the whole backward, through autograd."""
     weight_grad: Callable[[], object] | None = None
@@ -79,25 +79,26 @@ class Request:
 def differentiated(
     kernel: Kernel, forward: Callable[[], Tensor | tuple[Tensor, ...]], tensors: dict[str, Tensor], *wanted: str
 ) -> Built:
-    """Build `forward` and, through autograd on one kept graph, the gradients of its output by `wanted` of `tensors`.
+    """Build `forward` and, through autograd on one kept graph, the gradients of its outputs by `wanted` of `tensors`.
 
-    Raises UserError when a wanted tensor, or the output, takes no part in a graph.
+    The first output's gradient is named grad_out, a second one's grad_out_2. Raises UserError when a wanted tensor, or
+    every output, takes no part in a graph.
     """
     result = forward()
-    out = result if isinstance(result, Tensor) else result[0]
+    outs = [out for out in ((result,) if isinstance(result, Tensor) else result) if out.requires_grad]
     inputs = [tensors[name] for name in wanted]
     lacking = [name for name in wanted if not tensors[name].requires_grad]
-    if lacking or not out.requires_grad:
+    if lacking or not outs:
         raise UserError(
             f"{kernel.name}: requires_grad missing on {', '.join(lacking) or 'the output'}: its backward cannot be "
             "measured (is torch.no_grad or torch.inference_mode in effect?)"
         )
-    grad_out = torch.randn(out.shape, device=out.device, dtype=out.dtype)
+    grads = [torch.randn(out.shape, device=out.device, dtype=out.dtype) for out in outs]
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+        return torch.autograd.grad(outs, inputs, grads, retain_graph=True)
 
-    tensors = {**tensors, "grad_out": grad_out}
+    tensors = {**tensors, **dict(zip(("grad_out", "grad_out_2"), grads, strict=False))}
     if kernel.gradients == WEIGHT:
         return Built(forward, weight_grad=backward, tensors=tensors)
     return Built(forward, input_grad=backward, tensors=tensors)

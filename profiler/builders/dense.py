@@ -107,6 +107,27 @@ def rope_bytes(shape: Shape, d: int) -> int:
     return 11 * d * row * shape["batch"] * shape["heads"] + 40 * row
 
 
+def latent_rope(request: Request) -> Built:
+    """Turn latent attention's rotary parts and put its queries and keys together, (s, b, heads, nope + width)."""
+    batch, seq, heads, nope, width = request.sizes("batch", "seq", "heads", "nope", "width")
+    cos, sin = functions.rope_tables(seq, width, request.device, request.dtype)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    query, key = request.leaf(seq, batch, heads, nope + width), request.leaf(seq, batch, heads, nope)
+    tensors = {"query": query, "key": key, "rotary": request.leaf(seq, batch, 1, width)}
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return functions.latent_heads(query, key, tensors["rotary"], cos, sin)
+
+    return differentiated(request.kernel, forward, tensors, *tensors)
+
+
+def latent_rope_bytes(shape: Shape, d: int) -> int:
+    """Return bytes."""
+    tokens, heads, width = shape["batch"] * shape["seq"], shape["heads"], shape["width"]
+    of_a_token = heads * (9 * shape["nope"] + 14 * width) + 10 * width
+    return d * tokens * of_a_token + 40 * shape["seq"] * width
+
+
 def residual(request: Request) -> Built:
     """X + f (+ bias). Backward: the gradient past the branch and the one through it are added; the bias' is a sum."""
     tokens, width, bias = request.sizes("tokens", "width", "bias")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -62,27 +62,51 @@ def _uniform_ids(request: Request, tokens: int, experts: int, topk: int) -> Tens
     return torch.rand(tokens, experts, device=request.device).topk(topk, dim=-1).indices
 
 
+def arrival_orders(request: Request) -> tuple[Tensor, Tensor] | None:
+    """Where a permutation puts the rows that arrived, and the way back; None where they need no sorting."""
+    rows, job = request.kernel.shape["sorted"], request.job
+    if not rows:
+        return None
+    return functions.chunk_orders(rows, job.tp * job.ep, job.model.num_experts // job.ep, request.device)
+
+
+def _arrived(request: Request, back: bool = False) -> tuple[dict[str, Tensor], Callable[[], tuple[Tensor, ...]]]:
+    """Rows in the order of their ranks and the call that sorts them by expert; with `back`, the reverse."""
+    orders = arrival_orders(request)
+    if orders is None:
+        return {}, tuple
+    arrived = request.leaf(*request.sizes("sorted", "hidden"))
+    to, fro = reversed(orders) if back else orders
+    return {"arrived": arrived}, lambda: (functions.reorder(arrived, to, fro),)
+
+
 def permute(request: Request) -> Built:
-    """Sort the copies of the tokens by expert and gather their rows."""
+    """Sort the copies of the tokens by expert and gather their rows; then sort those that arrived by expert."""
     tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
     x, ids = request.leaf(tokens, hidden), _uniform_ids(request, tokens, experts, topk)
-    return differentiated(request.kernel, lambda: functions.permute(x, ids), {"input": x, "ids": ids}, "input")
+    arrived, sort = _arrived(request)
+    tensors = {"input": x, "ids": ids, **arrived}
+    return differentiated(request.kernel, lambda: (*functions.permute(x, ids), *sort()), tensors, "input", *arrived)
 
 
 def unpermute(request: Request) -> Built:
-    """Weigh the experts' rows and add each token's k copies."""
+    """Put the experts' rows back in the order of their ranks; weigh the rows that return, add each token's k copies."""
     tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
     ids = _uniform_ids(request, tokens, experts, topk)
     order = ids.flatten().argsort(stable=True)
     x = request.leaf(tokens * topk, hidden)
     probabilities = request.normal(tokens, topk).softmax(dim=-1).requires_grad_()
-    tensors = {"input": x, "probabilities": probabilities, "order": order}
-    return differentiated(
-        request.kernel, lambda: functions.unpermute(x, probabilities, order), tensors, "input", "probabilities"
-    )
+    arrived, sort = _arrived(request, back=True)
+    tensors = {"input": x, "probabilities": probabilities, **arrived}
+
+    def forward() -> tuple[Tensor, ...]:
+        return functions.unpermute(x, probabilities, order), *sort()
+
+    return differentiated(request.kernel, forward, {**tensors, "order": order}, *tensors)
 
 
 def permutation_bytes(shape: Shape, d: int) -> int:
     """Return bytes, of either permutation."""
     tokens, copies = shape["tokens"], shape["tokens"] * shape["topk"]
-    return d * shape["hidden"] * (5 * tokens + 7 * copies) + (96 + 8 * d) * copies + 4 * tokens * shape["experts"]
+    rows = d * shape["hidden"] * (5 * tokens + 7 * copies + 5 * shape["sorted"])
+    return rows + (96 + 8 * d) * copies + 4 * tokens * shape["experts"] + 48 * shape["sorted"]

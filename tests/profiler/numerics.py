@@ -184,6 +184,21 @@ def _router(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
     return probabilities * (rank < shape["topk"])
 
 
+def _latent_query(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
+    """DeepSeek-V2 (2405.04434), section 2.1: q = [q_C; RoPE(q_R)] in every head."""
+    nope = shape["nope"]
+    heads = [
+        torch.cat([head[..., :nope], rotate(head[..., nope:], seq_dim=0)], dim=-1) for head in t["query"].unbind(2)
+    ]
+    return torch.stack(heads, dim=2)
+
+
+def _latent_key(t: dict[str, Tensor], _: Mapping[str, int]) -> Tensor:
+    """The same for keys: k = [k_C; RoPE(k_R)], k_R shared."""
+    shared = rotate(t["rotary"].squeeze(2), seq_dim=0)
+    return torch.stack([torch.cat([head, shared], dim=-1) for head in t["key"].unbind(2)], dim=2)
+
+
 def _permute(t: dict[str, Tensor], _: Mapping[str, int]) -> Tensor:
     copies = sorted((expert, token) for token, row in enumerate(t["ids"].tolist()) for expert in row)
     return torch.stack([t["input"][token] for _, token in copies])
@@ -195,6 +210,25 @@ def _unpermute(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
     for row, copy in enumerate(t["order"].tolist()):
         out[copy // topk] = out[copy // topk] + t["probabilities"][copy // topk, copy % topk] * t["input"][row]
     return torch.stack(out)
+
+
+def _by_expert(shape: Mapping[str, int]) -> list[int]:
+    """The rows that arrived, by expert, then by rank: each rank sent one chunk for each expert.
+
+    Where rows are sorted in the small jobs, EP is 2.
+    """
+    tp, local = shape["sorted"] // (shape["tokens"] * shape["topk"]), shape["experts"] // 2
+    chunk = shape["sorted"] // (2 * tp * local)
+    return sorted(range(shape["sorted"]), key=lambda row: (row // chunk % local, row))
+
+
+def _sorted(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
+    return torch.stack([t["arrived"][row] for row in _by_expert(shape)])
+
+
+def _put_back(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
+    places = _by_expert(shape)
+    return torch.stack([t["arrived"][places.index(row)] for row in range(shape["sorted"])])
 
 
 def _cross_entropy(t: dict[str, Tensor], shape: Mapping[str, int]) -> Tensor:
@@ -212,6 +246,7 @@ REFERENCES: dict[str, Reference] = {
     "gemm": lambda t, _: t["input"] @ t["weight"].T + t.get("bias", torch.zeros(1, dtype=torch.float64)),
     "grouped_gemm": _grouped,
     "rope": lambda t, _: rotate(t["input"], seq_dim=0),
+    "latent_rope": _latent_query,
     "flash_attention": _flash,
     "scores": _scores,
     "softmax": _softmax,
@@ -223,3 +258,5 @@ REFERENCES: dict[str, Reference] = {
     "unpermute": _unpermute,
     "cross_entropy": _cross_entropy,
 }
+SECOND_OUTPUTS: dict[str, Reference] = {"latent_rope": _latent_key, "permute": _sorted, "unpermute": _put_back}
+"""Of the ops that have one; the permutations only where rows that arrived are sorted."""

@@ -25,6 +25,7 @@ from tests.profiler.numerics import (
     CPU,
     JOBS,
     REFERENCES,
+    SECOND_OUTPUTS,
     TOLERANCES,
     as_double,
     assert_close,
@@ -39,7 +40,9 @@ WANTED = {
     "flash_attention": ("query", "key", "value"),
     "scores": ("query", "key"),
     "context": ("probabilities", "value"),
-    "unpermute": ("input", "probabilities"),
+    "latent_rope": ("query", "key", "rotary"),
+    "permute": ("input", "arrived"),
+    "unpermute": ("input", "probabilities", "arrived"),
     "norm": ("input", "weight", "bias"),
     "gemm": ("input", "weight", "bias"),
     "grouped_gemm": ("input", "weight", "bias"),
@@ -74,16 +77,22 @@ def gradients(ready: Built) -> list[Tensor]:
     return [gradient for call in calls for gradient in cast("Sequence[Tensor]", call())]
 
 
-def first(result: object) -> object:
-    return result[0] if isinstance(result, tuple) else result
+def several(result: object) -> tuple[object, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def check_against_reference(kernel: Kernel, ready: Built, tolerance: float) -> None:
     wanted = [name for name in WANTED.get(kernel.op, ("input",)) if name in ready.tensors]
     exact = as_double(ready.tensors, wanted)
-    out = REFERENCES[kernel.op](exact, kernel.shape)
-    assert_close(first(ready.forward()), out, tolerance, "output")
-    expected = torch.autograd.grad(out, [exact[name] for name in wanted], exact["grad_out"])
+    outs = [REFERENCES[kernel.op](exact, kernel.shape)]
+    if "grad_out_2" in exact:
+        outs.append(SECOND_OUTPUTS[kernel.op](exact, kernel.shape))
+    found = [out for out in several(ready.forward()) if isinstance(out, Tensor) and out.is_floating_point()]
+    assert len(found) == len(outs)
+    for mine, reference in zip(found, outs, strict=True):
+        assert_close(mine, reference, tolerance, "output")
+    given = [exact[name] for name in ("grad_out", "grad_out_2")[: len(outs)]]
+    expected = torch.autograd.grad(outs, [exact[name] for name in wanted], given)
     actual = gradients(ready)
     assert len(actual) == len(expected)
     for name, mine, reference in zip(wanted, actual, expected, strict=True):

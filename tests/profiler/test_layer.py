@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from aicb.errors import UserError
 from aicb.job import Job
+from profiler.builders import build
 from profiler.layer import build_layer
 from tests.profiler.numerics import CPU, JOBS, TOLERANCES, as_double, assert_close, chosen, kernels, small_job
 from tests.profiler.numerics import activation as reference_activation
@@ -121,6 +123,38 @@ def test_a_layer_does_the_matmuls_of_its_parts(kind: str, layer: int) -> None:
     assert backward.get_total_flops() == sum(
         kernel.gradient_flops() * (2 if kernel.gradients == "gemm" else 1) for kernel in parts if kernel.flops
     )
+
+
+class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Elements that gathers and concatenations write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.index_select.default, torch.ops.aten.cat.default):
+            self.total += out.numel()
+        return out
+
+
+def written(call: Callable[[], object] | None) -> int:
+    assert call is not None
+    mode = Written()
+    with mode:
+        call()
+    return mode.total
+
+
+@pytest.mark.parametrize("kind", ["mla", "mla_no_q_lora_sp", "moe_bias", "moe_loop_shared_sp", "mla_moe"])
+def test_a_layer_moves_what_its_parts_move(kind: str) -> None:
+    """Putting latent heads together and sorting rows by expert are work of a kernel and of the whole alike."""
+    job = small_job(kind)
+    layer = build_layer(job, CPU, chosen(job), 1)
+    names = {"atten_rope", "moe_permute", "moe_unpermute", "mlp_linear_1", "mlp_linear_2"}
+    parts = [build(kernel, job, CPU, chosen(job)) for name, kernel in kernels(job).items() if name in names]
+    assert written(layer.forward) == sum(written(part.forward) for part in parts)
 
 
 @pytest.mark.parametrize("flash", [False, True])

@@ -351,7 +351,7 @@ def test_the_layer_of_a_mixture_has_experts_and_no_dense_mlp() -> None:
     assert names == [
         *("layernorm", "atten_qkv", "atten_flash", "atten_linear", "atten_residual", "layernorm2"),
         *("moe_router", "moe_permute", "moe_unpermute", "mlp_linear_1", "mlp_gelu", "mlp_linear_2"),
-        *("mlp_shared_linear_1", "mlp_shared_gelu", "mlp_shared_linear_2", "mlp_residual"),
+        *("mlp_shared_linear_1", "mlp_shared_gelu", "mlp_shared_linear_2", "mlp_shared_residual", "mlp_residual"),
     ]
 
 
