@@ -3,9 +3,7 @@
 Python puts this file's folder first on its path, where the package `aicb/` wins over this module of the same name.
 """
 
-import sys
-
-from aicb.cli import main
+from aicb.cli import run
 
 if __name__ == "__main__":
-    raise SystemExit(main(["profile", *sys.argv[1:]]))
+    run("profile")

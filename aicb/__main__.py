@@ -1,5 +1,5 @@
 """`python -m aicb` is the `aicb` command."""
 
-from aicb.cli import main
+from aicb.cli import run
 
-raise SystemExit(main())
+run()

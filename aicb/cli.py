@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -228,6 +228,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:  # typer may report Ctrl-C either way
         _fail("interrupted")
     return code if isinstance(code, int) else 0
+
+
+def run(*command: str) -> NoReturn:
+    """Run the command line of this process, after the words of `command`, and end the process.
+
+    A rank of torchrun ends at once, without unloading: a rank that had done its work was seen to abort (exit code -6)
+    in the C++ threads of torch and gloo, which torchrun takes for a failed run.
+    """
+    code = main([*command, *sys.argv[1:]])
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _usage(error: Any) -> str:

@@ -95,20 +95,17 @@ class Ranks:
         return result
 
 
-@contextmanager
-def started(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
-    """Hold the process group of more than one rank. Raises UserError when the ranks do not find each other."""
+def start_group(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> None:
+    """Start the process group of more than one rank. Raises UserError when the ranks do not find each other.
+
+    It lives until the process ends: destroying it was seen to abort a rank that had done its work.
+    """
     if ranks.size == 1:
-        yield
         return
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise UserError(f"rank {ranks.rank} ({host()}) cannot reach the other ranks: {_line(error)}") from error
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_version_is_the_packages_own() -> None:
 
 def test_console_command_is_the_command_line() -> None:
     (command,) = entry_points(group="console_scripts", name="aicb")
-    assert command.value == "aicb.cli:main"
+    assert command.value == "aicb.cli:run"
     assert callable(command.load())
 
 
@@ -108,7 +108,10 @@ def test_torchrun_entry_is_the_profile_command(tmp_path: Path) -> None:
     """The package must win over the module of its name, from any folder, and the exit code must come through."""
     shutil.copy(ROOT / "aicb.py", tmp_path)
     put(tmp_path / "aicb" / "__init__.py", "")
-    put(tmp_path / "aicb" / "cli.py", "def main(argv: list[str]) -> int:\n    print(argv)\n    return 3\n")
+    stub = (
+        "import sys\ndef run(*command: str) -> None:\n    print([*command, *sys.argv[1:]])\n    raise SystemExit(3)\n"
+    )
+    put(tmp_path / "aicb" / "cli.py", stub)
     for folder in (tmp_path, ROOT, Path("/")):
         done = run(sys.executable, tmp_path / "aicb.py", "--aiob_enable", "-m", "7", cwd=folder)
         assert (done.returncode, done.stdout) == (3, "['profile', '--aiob_enable', '-m', '7']\n"), done.stderr

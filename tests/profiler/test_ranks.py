@@ -16,9 +16,10 @@ def start(code: str, size: int = 2, timeout_s: int = 60) -> list[subprocess.Pope
     """Run `code` in `size` processes that hold the process group; `ranks` is at hand."""
     held = f"""
         import os, sys, time
-        from profiler.ranks import Ranks, sigterm_raises, started
+        from profiler.ranks import Ranks, sigterm_raises, start_group
         ranks = Ranks.from_environment()
-        with sigterm_raises(), started(ranks, {timeout_s}):
+        start_group(ranks, {timeout_s})
+        with sigterm_raises():
     """
     return processes(textwrap.dedent(held) + textwrap.indent(textwrap.dedent(code), "    "), size)
 
