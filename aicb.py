@@ -3,7 +3,7 @@
 Python puts this file's folder first on its path, where the package `aicb/` wins over this module of the same name.
 """
 
-from aicb.cli import run
+from aicb.__main__ import run
 
 if __name__ == "__main__":
     run("profile")

@@ -1,5 +1,39 @@
-"""`python -m aicb` is the `aicb` command."""
+"""Where the process of `aicb`, `python -m aicb` and `torchrun aicb.py` starts and ends."""
 
-from aicb.cli import run
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
 
-run()
+
+def run(*command: str) -> NoReturn:
+    """Run the command line of this process, after the words of `command`, and end the process with its exit code.
+
+    SIGTERM and SIGHUP clean up as Ctrl-C does. A rank of torchrun ends at once, without unloading: one that had done
+    its work was seen to abort (exit code -6) in C++ threads of torch and gloo, and torchrun takes that for a failed
+    run.
+    """
+    try:
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _end)
+        from aicb.cli import main  # here, so that a signal that comes meanwhile is handled too
+
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        code = main([*command, *sys.argv[1:]])
+    except KeyboardInterrupt:
+        code = 130
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    run()

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -21,11 +21,12 @@ from typer.core import TyperCommand
 from aicb import __version__
 from aicb.errors import UserError, nearest
 from aicb.options import IGNORED, OPTIONS, Option
+from aicb.units import printable
 
 UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 ALIKE = {"token_normalize_func": lambda word: word.replace("-", "_")}
 INTERRUPTED = 130  # as a shell reports Ctrl-C
-ON, OFF = ("on", "true"), ("off", "false")
+ON, OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -84,6 +85,11 @@ def with_options(command: F) -> F:
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
     """Keep what the user typed; say which options have no meaning here."""
     typed = {name: value for name, value in values.items() if value is not None}
+    for name, value in typed.items():
+        if isinstance(value, str) and (not value or value.startswith("--")):
+            raise UserError(f"--{name} needs a value, not {value!r}")
+    if typed.get("json") and typed.get("quiet"):
+        raise UserError("--json and --quiet exclude each other: choose one")
     for name in [name for name in typed if name in IGNORED]:
         del typed[name]
         _warn(f"--{name} has no meaning for the workload and is ignored")
@@ -91,30 +97,29 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warn(message: str) -> None:
-    typer.echo(f"aicb: warning: {_one_line(message)}", err=True)
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    typer.echo(f"aicb: warning: {printable(message)}", err=True)
 
 
 @app.command("generate", context_settings=ALIKE, cls=_Grouped)
 @with_options
 def generate_command(**values: Any) -> None:
     """Write the SimAI workload of one iteration (or several) of one pipeline stage."""
-    from aicb.generate import generate
-
-    typed = _typed(values)
-    _print_summaries(generate(typed, _warn), typed)
+    _generate(_typed(values))
 
 
 @app.command("profile", context_settings=ALIKE, cls=_Grouped)
 @with_options
 def profile_command(**values: Any) -> None:
     """Measure every kernel on this machine, then generate the workload from the profile."""
+    typed = {"aiob_enable": True, **_typed(values)}
+    if not typed["aiob_enable"]:
+        raise UserError("aicb profile measures: --no-aiob_enable has no meaning here")
+    _generate(typed)
+
+
+def _generate(typed: dict[str, Any]) -> None:
     from aicb.generate import generate, profile_alone
 
-    typed = {"aiob_enable": True, **_typed(values)}
     if not typed.get("profile_only"):
         _print_summaries(generate(typed, _warn), typed)
     elif path := profile_alone(typed, _warn):
@@ -197,15 +202,22 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 def switches(argv: Sequence[str]) -> list[str]:
-    """Rewrite `--sp on|off` to --sp or --no-sp: users of the reference's scripts write switches with a value."""
+    """Rewrite `--sp on|off` and `--sp=on|off` to --sp or --no-sp: scripts write switches with a value."""
     names = [name for option in OPTIONS if option.type is bool for name in (f"--{option.name}", *option.aliases)]
+    names += [f"--{name}" for name, takes_value in IGNORED.items() if not takes_value]
     words: list[str] = []
     for word in argv:
-        switch = words and words[-1][:2] + words[-1][2:].replace("-", "_") in names
-        if switch and word.lower() in OFF:
-            words[-1] = f"--no-{words[-1][2:]}"
-        elif not (switch and word.lower() in ON):
+        name, equals, value = word.partition("=")
+        if not equals and words:
+            name, value = words[-1], word
+        known = name[:2] + name[2:].replace("-", "_") in names
+        if not known or value.lower() not in ON + OFF:
             words.append(word)
+            continue
+        if not equals:
+            words.pop()
+        off = value.lower() in OFF and name[2:].replace("-", "_") not in IGNORED
+        words.append(f"--no-{name[2:]}" if off else name)
     return words
 
 
@@ -222,26 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - Python flushes stdout once more at its end
         return 0
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _fail(f"{error.filename or 'the output'}: {error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # typer may report Ctrl-C either way
         _fail("interrupted")
     return code if isinstance(code, int) else 0
-
-
-def run(*command: str) -> NoReturn:
-    """Run the command line of this process, after the words of `command`, and end the process.
-
-    A rank of torchrun ends at once, without unloading: a rank that had done its work was seen to abort (exit code -6)
-    in the C++ threads of torch and gloo, which torchrun takes for a failed run.
-    """
-    code = main([*command, *sys.argv[1:]])
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise SystemExit(code)
 
 
 def _usage(error: Any) -> str:
@@ -253,5 +251,5 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str) -> int:
-    typer.echo(f"aicb: error: {_one_line(message)}", err=True)
+    typer.echo(f"aicb: error: {printable(message)}", err=True)
     return 2

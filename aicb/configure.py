@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from aicb.errors import UserError, require
 from aicb.job import Job
-from aicb.model import DEFAULT_PRESET, ESSENTIAL, PRESETS, ModelConfig, make_model, preset
+from aicb.model import DEFAULT_PRESET, ESSENTIAL, LAYERS_MAX, PRESETS, ModelConfig, make_model, preset
 from aicb.parallel import ParallelConfig
 from aicb.training import TrainingConfig
 from aicb.units import whole_number
@@ -42,12 +42,13 @@ def configure(typed: Mapping[str, Any]) -> Configured:
         wanted["moe_layer_freq"] = layer_freq(wanted["moe_layer_freq"])
     notes = []
     seq_length = typed.get("seq_length", TrainingConfig().seq_length)
-    model = make_model(base, {**wanted, **_name(typed)})
+    model = _model(base, {**wanted, **_name(typed)}, typed)
     if _grows(model, wanted, seq_length):
         model = replace(model, max_position_embeddings=seq_length)
         notes.append(f"learned positions grown to --seq_length {seq_length}")
     if base:
         notes += _changes(make_model(base, {}), model)
+    notes += _idle(typed, model)
     _check_frame(typed.get("frame", "Megatron"), model)
     parallel = _pick(ParallelConfig, {"tensor_model_parallel_size": tp, **typed})
     if parallel.enable_sequence_parallel and not parallel.sequence_parallel:
@@ -71,6 +72,17 @@ def _base(typed: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
             return loaded, DEFAULT_TP, warnings
     found = preset(name)
     return dict(found.fields), found.tensor_model_parallel_size, []
+
+
+def _model(base: Mapping[str, Any], wanted: Mapping[str, Any], typed: Mapping[str, Any]) -> ModelConfig:
+    """Build the model; where the default preset gave what was not typed, an error says so."""
+    try:
+        return make_model(base, wanted)
+    except UserError as error:
+        if "model_size" in typed or not base:
+            raise
+        hint = f"what is not typed is that of the preset {DEFAULT_PRESET}; name another with -m"
+        raise UserError(f"{error} ({hint}, or type {', '.join('--' + name for name in ESSENTIAL)})") from error
 
 
 def _grows(model: ModelConfig, wanted: Mapping[str, Any], seq_length: int) -> bool:
@@ -97,6 +109,18 @@ def _changes(plain: ModelConfig, model: ModelConfig) -> list[str]:
     return [f"{plain.name} with {', '.join(changed)}"] if changed else []
 
 
+def _idle(typed: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Name typed options that the model has no use for, though its users' scripts give them."""
+    idle = {
+        "max_position_embeddings": (model.position_embedding_type != "learned_absolute", "without learned positions"),
+        "ffn_hidden_size": (
+            model.dense_layers == 0 and model.ffn_hidden_size != model.moe_ffn_hidden_size,
+            f"where every layer has experts (--moe_ffn_hidden_size {model.moe_ffn_hidden_size})",
+        ),
+    }
+    return [f"--{name} has no effect {why}" for name, (is_idle, why) in idle.items() if is_idle and name in typed]
+
+
 def _check_frame(frame: str, model: ModelConfig) -> None:
     if frame == "DeepSeek":
         require(
@@ -114,6 +138,11 @@ def _pick(config: type[Any], values: Mapping[str, Any]) -> Any:
 
 def _training(typed: Mapping[str, Any]) -> TrainingConfig:
     values = dict(typed)
+    granularity = values.get("recompute_granularity", "none")
+    require(
+        values.get("recompute_activations", True) or granularity == "none",
+        f"--no-recompute_activations and --recompute_granularity {granularity} exclude each other: choose one",
+    )
     if values.get("recompute_activations"):
         require(
             values.get("recompute_granularity", "selective") == "selective",
@@ -138,5 +167,7 @@ def layer_freq(text: str) -> int | tuple[int, ...]:
         found = re.fullmatch(r"\[?([01](?:,[01])*),?\]?(?:\*(\d{1,5}))?", part)
         if found is None:
             raise UserError(f"--moe_layer_freq {text} must be an integer or a list of 0 and 1: [0,1,1] or [0]*1+[1]*26")
-        pattern += [int(item) for item in found[1].split(",")] * int(found[2] or 1)
+        items, times = [int(item) for item in found[1].split(",")], int(found[2] or 1)
+        require(len(pattern) + len(items) * times <= LAYERS_MAX, f"--moe_layer_freq: more than {LAYERS_MAX} layers")
+        pattern += items * times
     return tuple(pattern)

@@ -12,8 +12,12 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # raised by write() with
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], mode: Literal["wb"] = "wb") -> Iterator[BinaryIO]:
+def atomic_write(
+    path: str | os.PathLike[str], mode: Literal["wb"] = "wb", *, replace: bool = True
+) -> Iterator[BinaryIO]:
     """Yield a binary file that takes the place of `path` when the block ends without an exception.
+
+    Without `replace`, a file that has come to be at `path` meanwhile stays: FileExistsError.
 
     Missing parent folders are created. A symbolic link stays and the file it names is replaced. A new file gets the
     permissions the umask gives, a replaced one keeps its own. On any exception, Ctrl-C included, the temporary is
@@ -33,7 +37,10 @@ def atomic_write(path: str | os.PathLike[str], mode: Literal["wb"] = "wb") -> It
             if permissions is not None:
                 temporary.chmod(permissions)
             yield cast(BinaryIO, file)
-        temporary.replace(target)
+        if replace:
+            temporary.replace(target)
+        else:
+            _move_to_new(temporary, target)
     except OSError as error:
         _remove(temporary)
         if error.filename == os.fspath(temporary) or (error.filename is None and error.errno in _DISK_FULL):
@@ -42,6 +49,20 @@ def atomic_write(path: str | os.PathLike[str], mode: Literal["wb"] = "wb") -> It
     except BaseException:
         _remove(temporary)
         raise
+
+
+def _move_to_new(temporary: Path, target: Path) -> None:
+    """Give `temporary` its name unless another process took it first."""
+    try:
+        target.hardlink_to(temporary)  # fails, and atomically so, where the name is taken
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)) from None
+        temporary.replace(target)
+    else:
+        _remove(temporary)
 
 
 def _permissions(target: Path) -> int | None:

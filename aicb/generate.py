@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from aicb import simai
+from aicb import simai, units
 from aicb.configure import configure
 from aicb.errors import UserError, require
 from aicb.job import Job
-from aicb.kernels import slice_of
 from aicb.naming import gpu_slug, profile_name, workload_name
-from aicb.profile import Profile, mismatches, read_profile
+from aicb.options import MEASURING, OPTIONS
+from aicb.profile import Profile, read_profile
 from aicb.summary import Summary, summarise
 from aicb.times import ComputeTimes, fixed_times, profile_times
 from aicb.units import whole_number
@@ -29,26 +30,88 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
     Raises UserError, OSError.
     """
     configured = configure(typed)
-    for warning in configured.warnings:
+    for warning in (*configured.warnings, *_check_times(typed)):
         warn(warning)
     stages = _stages(configured.job, typed.get("pp_rank", "0"))
-    profile = _read_profile(typed)
-    if profile is None and typed.get("aiob_enable"):
+    if _measures(typed):
+        _refuse_existing([_path(job, typed) for job in stages], typed)
         measured = measure(stages[0], typed)
         if measured is None:
             return []
-        profile = read_profile(measured)
-    built = [(job, *_build(job, typed, profile)) for job in stages]
+        profile: Profile | None = read_profile(measured)
+    else:
+        profile = read_profile(typed["comp_filepath"]) if "comp_filepath" in typed else None
+    built = [Built(job, *_build(job, typed, profile)) for job in stages]
     if typed.get("pp_rank") == "slowest":
-        built = [max(built, key=lambda one: sum(one[2].compute_ns()))]
-    return [_write(*one, typed, configured.notes, warn) for one in built]
+        if profile is None:
+            warn("--pp_rank slowest without a profile: placeholder times only count rows")
+        built = [max(built, key=lambda one: sum(one.iteration.compute_ns()))]
+    if not typed.get("force"):
+        for one in built:  # all or nothing
+            one.is_written(typed)
+    return [_write(one, typed, configured.notes, warn) for one in built]
+
+
+class Built(NamedTuple):
+    """A stage's workload, ready to be written."""
+
+    job: Job
+    times: ComputeTimes
+    iteration: Iteration
+
+    def content(self, typed: Mapping[str, Any]) -> tuple[Path, dict[str, int], Iteration, int]:
+        """Return what simai.write and simai.is_written take."""
+        repeat = self.job.training.epoch_num
+        header = simai.header(self.job, repeat, typed.get("min_comm_bytes", 0))
+        return _path(self.job, typed), header, self.iteration, repeat
+
+    def is_written(self, typed: Mapping[str, Any]) -> bool:
+        """Whether the file is there already. Raises UserError when it holds something else."""
+        return simai.is_written(*self.content(typed))
+
+
+def _measures(typed: Mapping[str, Any]) -> bool:
+    return bool(typed.get("aiob_enable")) and "comp_filepath" not in typed
+
+
+def _path(job: Job, typed: Mapping[str, Any]) -> Path:
+    gpu = gpu_slug(typed["gpu_type"]) if "gpu_type" in typed else None
+    fixed = "comp_filepath" not in typed and not typed.get("aiob_enable")
+    return Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, gpu, fixed)
+
+
+def _refuse_existing(paths: list[Path], typed: Mapping[str, Any]) -> None:
+    """Measured times differ each time, so what is there would be replaced: better said before measuring."""
+    for path in paths:
+        require(
+            not path.exists() or typed.get("force", False),
+            f"{path} exists, and measuring gives new times: pass --force to replace it",
+        )
+
+
+def _check_times(typed: Mapping[str, Any]) -> list[str]:
+    """Refuse options about times that contradict each other; return a warning for each that has no effect."""
+    measured = "comp_filepath" in typed or typed.get("aiob_enable", False)
+    require(
+        typed.get("aiob_enable", True) or "comp_filepath" not in typed,
+        "--no-aiob_enable and --comp_filepath exclude each other: a profile means measured times",
+    )
+    require(
+        "fixed_compute_ns" not in typed or not measured,
+        "--fixed_compute_ns and measured times (--comp_filepath, --aiob_enable) exclude each other: choose one",
+    )
+    minimum = typed.get("min_comm_bytes", 0)
+    require(minimum >= 0, f"--min_comm_bytes {minimum} must not be negative")
+    idle = [option.name for option in OPTIONS if option.group == MEASURING and not _measures(typed)]
+    idle += [] if "comp_filepath" in typed else ["allow_profile_mismatch"]
+    return [f"--{name} has no effect here: nothing is measured or matched" for name in idle if typed.get(name)]
 
 
 def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> Path | None:
     """Profile this machine without writing a workload; return the profile's path, None on ranks other than 0."""
-    require("comp_filepath" not in typed, "--profile_only and --comp_filepath exclude each other: choose one")
+    require(_measures(typed), "--profile_only measures this machine: it needs --aiob_enable (or aicb profile) alone")
     configured = configure(typed)
-    for warning in configured.warnings:
+    for warning in (*configured.warnings, *_check_times(typed)):
         warn(warning)
     return measure(_stages(configured.job, typed.get("pp_rank", "0"))[0], typed)
 
@@ -71,38 +134,25 @@ def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
 
     def name_of(gpu: str) -> Path:
         path = folder / profile_name(job, gpu)
-        if path.exists() and not typed.get("force", False):
-            _refuse_other_slice(path, job)
+        _refuse_existing([path], typed)
+        folder.mkdir(parents=True, exist_ok=True)
+        require(os.access(folder, os.W_OK), f"--profile_dir {folder}: cannot be written to")
         return path
 
     return profile_job(job, settings, name_of)
 
 
-def _refuse_other_slice(path: Path, job: Job) -> None:
-    """Measuring again replaces a profile; one of another slice that happens to have the same name stays."""
-    differing = mismatches(read_profile(path), slice_of(job))
-    require(
-        not differing,
-        f"{path} is the profile of another slice ({'; '.join(differing)}): pass --force to replace it, or another "
-        "--profile_dir",
-    )
-
-
-def _write(
-    job: Job,
-    times: ComputeTimes,
-    iteration: Iteration,
-    typed: Mapping[str, Any],
-    notes: tuple[str, ...],
-    warn: Callable[[str], None],
-) -> Summary:
-    for warning in times.warnings:
+def _write(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...], warn: Callable[[str], None]) -> Summary:
+    for warning in one.times.warnings:
         warn(warning)
-    gpu = gpu_slug(typed["gpu_type"]) if typed.get("gpu_type") else None
-    path = Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, gpu, times.fixed is not None)
-    repeat = job.training.epoch_num
-    simai.write(path, simai.header(job, repeat), iteration, repeat, typed.get("force", False))
-    return summarise(job, times, iteration, path, notes)
+    content = one.content(typed)
+    simai.write(*content, typed.get("force", False))
+    minimum = typed.get("min_comm_bytes", 0)
+    if minimum:
+        left_out = build(one.job, one.times).collectives() - one.iteration.collectives()
+        size = units.size(sum(sent.bytes * count for (_, sent), count in left_out.items()))
+        notes += (f"--min_comm_bytes {minimum}: {left_out.total():,} collectives left out, {size} in all",)
+    return summarise(one.job, one.times, one.iteration, content[0], notes)
 
 
 def _stages(job: Job, pp_rank: str) -> list[Job]:
@@ -114,23 +164,9 @@ def _stages(job: Job, pp_rank: str) -> list[Job]:
     return [job.at(rank)]
 
 
-def _read_profile(typed: Mapping[str, Any]) -> Profile | None:
-    path = typed.get("comp_filepath")
-    if path is None:
-        return None
-    require(
-        typed.get("aiob_enable", True),
-        "--no-aiob_enable and --comp_filepath exclude each other: a profile means measured times",
-    )
-    require("fixed_compute_ns" not in typed, "--fixed_compute_ns and --comp_filepath exclude each other: choose one")
-    return read_profile(path)
-
-
 def _build(job: Job, typed: Mapping[str, Any], profile: Profile | None) -> tuple[ComputeTimes, Iteration]:
     if profile is not None:
         times = profile_times(job, profile, typed.get("allow_profile_mismatch", False))
     else:
         times = fixed_times(job, typed.get("fixed_compute_ns", 1))
-    minimum = typed.get("min_comm_bytes", 0)
-    require(minimum >= 0, f"--min_comm_bytes {minimum} must not be negative")
-    return times, build(job, times, minimum)
+    return times, build(job, times, typed.get("min_comm_bytes", 0))

@@ -7,6 +7,7 @@ h hidden, t TP, k router top-k, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import floor
 
 from aicb.errors import require
 from aicb.model import ModelConfig
@@ -88,9 +89,10 @@ class Job:
         )
         # Each token picks k different experts, so one rank gets at most min(k, E/ep) of its k copies.
         most = ep * min(model.moe_router_topk, model.num_experts // ep) / model.moe_router_topk
+        shown = floor(most * 1000) / 1000
         require(
             skew <= most,
-            f"--moe_load_imbalance {skew:g} must be at most {most:g}: with --expert_model_parallel_size {ep}, "
+            f"--moe_load_imbalance {skew:g} must be at most {shown:g}: with --expert_model_parallel_size {ep}, "
             f"--num_experts {model.num_experts} and --moe_router_topk {model.moe_router_topk} no rank can get more",
         )
 

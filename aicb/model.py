@@ -16,7 +16,10 @@ POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 LOAD_BALANCING = ("aux_loss", "none")
 # What `--multi_latent_attention` and the experts need, and what has no meaning without them.
+ZERO_IS_NONE = ("q_lora_rank", "moe_shared_expert_intermediate_size", "n_dense_layers", "n_shared_expert")
 MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
+LAYERS_MAX = 100_000  # rows are listed layer by layer
+SIZE_MAX = 10**12
 MOE_FIELDS = (
     "moe_router_topk",
     "moe_ffn_hidden_size",
@@ -91,8 +94,9 @@ class ModelConfig:
             f"--num_query_groups {self.num_query_groups}",
         )
         if self.position_embedding_type == "rope":
-            rotary = self.qk_rope_dim if self.multi_latent_attention else self.kv_channels
-            require(rotary % 2 == 0, f"rotary positions need an even head width, not {rotary} (--kv_channels)")
+            flag = "qk_rope_dim" if self.multi_latent_attention else "kv_channels"
+            width = getattr(self, flag)
+            require(width % 2 == 0, f"--{flag} {width} must be even: rotary positions turn pairs")
         if self.num_experts:
             self._check_experts()
         if self.multi_latent_attention:
@@ -135,8 +139,9 @@ class ModelConfig:
 
 
 def _positive(model: ModelConfig, name: str) -> None:
-    value = getattr(model, name)
+    value, most = getattr(model, name), LAYERS_MAX if name == "num_layers" else SIZE_MAX
     require(value >= 1, f"--{name} {value} must be at least 1")
+    require(value <= most, f"--{name} {value} must be at most {most}")
 
 
 def _one_of(model: ModelConfig, name: str, allowed: tuple[str, ...]) -> None:
@@ -244,11 +249,17 @@ def make_model(base: Mapping[str, Any], typed: Mapping[str, Any]) -> ModelConfig
     for name in ESSENTIAL:
         require(name in config, f"--{name} is missing: an architecture needs {', '.join('--' + n for n in ESSENTIAL)}")
         require(config[name] >= 1, f"--{name} {config[name]} must be at least 1")
+    require(config["num_layers"] <= LAYERS_MAX, f"--num_layers {config['num_layers']} must be at most {LAYERS_MAX}")
     if typed.get("squared_relu") and "swiglu" not in typed:
         config["swiglu"] = False
     if typed.get("swiglu") and "squared_relu" not in typed:
         config["squared_relu"] = False
     _resolve_attention(config, typed)
+    biased = config.get("add_bias_linear", True) or config.get("multi_latent_attention")
+    require(
+        not typed.get("add_qkv_bias") or not biased,
+        "--add_qkv_bias has no effect beside --add_bias_linear, nor with latent attention",
+    )
     if config.get("ffn_hidden_size") is None:
         config["ffn_hidden_size"] = default_ffn(config["hidden_size"], config.get("swiglu", False))
     _resolve_experts(config, typed)
@@ -288,6 +299,10 @@ def _resolve_experts(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
     experts = config.get("num_experts") or 0
     wanted = config.pop("moe_enable", None)
     require(not wanted or experts > 0, "--moe_enable needs --num_experts")
+    require(
+        wanted is not False or not experts,
+        f"--no-moe_enable and {experts} experts contradict each other: --num_experts 0 makes the model dense",
+    )
     names = (*MOE_FIELDS, "n_dense_layers", "n_shared_expert")
     _refuse(typed, names, experts > 0, "--num_experts")
     dense, shared = config.pop("n_dense_layers", None), config.pop("n_shared_expert", None)
@@ -328,5 +343,6 @@ def _layer_pattern(config: Mapping[str, Any], typed: Mapping[str, Any], dense: i
 def _refuse(typed: Mapping[str, Any], names: tuple[str, ...], usable: bool, needs: str) -> None:
     """A flag that the model cannot use is an error, never ignored."""
     for name in names:
-        if typed.get(name) and not usable:
+        nothing = typed.get(name) in (None, False) or (typed[name] == 0 and name in ZERO_IS_NONE)
+        if not nothing and not usable:
             raise UserError(f"--{name} {typed[name]} has no meaning without {needs}")

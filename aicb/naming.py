@@ -41,4 +41,5 @@ def profile_name(job: Job, gpu: str) -> str:
 def gpu_slug(name: str) -> str:
     """Return a GPU's name as file names carry it: NVIDIA H100 80GB HBM3 is H100-80GB-HBM3."""
     words = "".join(c if c.isalnum() or c in "._" else " " for c in name).split()
-    return "-".join(word for word in words if word.upper() not in ("NVIDIA", "GEFORCE", "TESLA")) or "unknown"
+    kept = [word.strip(".") for word in words if word.upper() not in ("NVIDIA", "GEFORCE", "TESLA")]
+    return "-".join(word for word in kept if word) or "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from aicb.errors import require
@@ -69,29 +70,33 @@ class ParallelConfig:
         """Sequence parallelism in effect: asked for, and more than one TP rank."""
         return self.enable_sequence_parallel and self.tensor_model_parallel_size > 1
 
-    def stages(self, num_layers: int) -> list[range]:
+    def stages(self, num_layers: int) -> tuple[range, ...]:
         """Return each stage's layers (0-based ranges). Raises UserError when they do not divide."""
-        p = self.pipeline_model_parallel
-        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        if first is None and last is None:
-            require(
-                num_layers % p == 0,
-                f"--num_layers {num_layers} must be a multiple of --pipeline_model_parallel {p}, unless the first or "
-                "last stage gets its own number (--decoder_first_pipeline_num_layers, "
-                "--decoder_last_pipeline_num_layers)",
-            )
-            counts = [num_layers // p] * p
-        else:
-            counts = _uneven(num_layers, p, first, last)
-        ends = list(accumulate(counts))
-        stages = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        for rank, layers in enumerate(stages):
-            chunk = self.num_layers_per_virtual_pipeline_stage
-            require(
-                len(layers) % chunk == 0,
-                f"--num_layers_per_virtual_pipeline_stage {chunk} must divide the {len(layers)} layers of stage {rank}",
-            )
-        return stages
+        return _stages(self, num_layers)
+
+
+@lru_cache(maxsize=8)  # every stage asks
+def _stages(parallel: ParallelConfig, num_layers: int) -> tuple[range, ...]:
+    p, chunk = parallel.pipeline_model_parallel, parallel.num_layers_per_virtual_pipeline_stage
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        require(
+            num_layers % p == 0,
+            f"--num_layers {num_layers} must be a multiple of --pipeline_model_parallel {p}, unless the first or "
+            "last stage gets its own number (--decoder_first_pipeline_num_layers, "
+            "--decoder_last_pipeline_num_layers)",
+        )
+        counts = [num_layers // p] * p
+    else:
+        counts = _uneven(num_layers, p, first, last)
+    ends = list(accumulate(counts))
+    stages = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    for rank, layers in enumerate(stages):
+        require(
+            len(layers) % chunk == 0,
+            f"--num_layers_per_virtual_pipeline_stage {chunk} must divide the {len(layers)} layers of stage {rank}",
+        )
+    return stages
 
 
 def _uneven(num_layers: int, p: int, first: int | None, last: int | None) -> list[int]:

@@ -61,9 +61,9 @@ def table_of(profile: Profile) -> dict[str, Kernel]:
     """Rebuild the kernel table of the slice that the profile states; empty when it states none or a broken one."""
     try:
         job = job_of(profile.origin, profile.sections)
-    except (KeyError, ValueError):
+        table = {kernel.name: kernel for kernel in kernel_table(job)}
+    except (KeyError, ValueError, TypeError):  # absent, refused by a rule, or no number where one belongs
         return {}
-    table = {kernel.name: kernel for kernel in kernel_table(job)}
     stated = units.whole_number(profile.origin.get("optimizer_elements", ""))
     if stated:
         table[OPTIMIZER] = _optimizer(table[OPTIMIZER], stated)

@@ -58,10 +58,10 @@ def profile(found: Profile) -> str:
             _us(section.weight_grad),
         ]
         rows.append((name, *times, *_rate(rate.get("forward"))))
-    gpu = found.origin.get("gpu", "unknown GPU: the file does not say")
+    gpu = units.printable(found.origin.get("gpu", "unknown GPU: the file does not say"))
     known = f"{peak.tflops_16bit:g} TFLOP/s (16 bit, dense), {peak.gb_per_s:g} GB/s" if peak else "unknown"
     head = ("section", "min us", "avg us", "max us", "dgrad us", "wgrad us", "TFLOP/s", "GB/s", "of peak")
-    origin = [f"  {key}: {value}" for key, value in found.origin.items()]
+    origin = [f"  {key}: {units.printable(value)}" for key, value in found.origin.items()]
     parts = [
         f"{found.path}: compute profile, generation {found.generation}, train_iter {found.train_iter}, {gpu}",
         units.table(head, rows),
@@ -115,4 +115,4 @@ def comparison(a: Path, b: Path) -> str:
     text = f"a: {a}\nb: {b}\n\n" + units.table(("section", "part", "a us", "b us", "b/a"), rows)
     if not differing:
         return f"{text}\n\nno difference in their origin"
-    return f"{text}\n\n" + units.table(("origin", "a", "b"), differing)
+    return f"{text}\n\n" + units.table(("origin", "a", "b"), [tuple(map(units.printable, line)) for line in differing])

@@ -29,6 +29,11 @@ INT_MAX = 2**31 - 1  # the header is read with std::stoi
 TIME_MAX = INT_MAX - 64  # above it the simulator hangs or ends without a result
 GROUP_BYTES_MAX = 16 * 2**30  # of one gather, scatter or all-to-all over TP, or all-to-all over EP
 SIZE_MAX = 2**63 - 1
+HEADER_FLAGS = {  # what a value that is too large follows from
+    "pp_comm": "; lower --micro_batch, --seq_length or --hidden_size",
+    "all_gpus": "; lower --world_size",
+    "ga": "; lower --global_batch",
+}
 KINDS = ("ALLREDUCE", "ALLGATHER", "REDUCESCATTER", "ALLTOALL")
 COLUMNS = ("fwd", "ig", "wg")
 # Which group a word's suffix names, by column; a suffix that is not listed there means something else to the simulator.
@@ -45,7 +50,7 @@ class Sizes(NamedTuple):
     dp_ep: int
 
 
-def header(job: Job, iterations: int) -> dict[str, int]:
+def header(job: Job, iterations: int, min_comm_bytes: int = 0) -> dict[str, int]:
     """Return the header of the stage of `job`. Keys from pp_rank on are ours; the simulator ignores them."""
     routing = {"moe_load_imbalance_permille": round(1000 * job.training.moe_load_imbalance)}
     return {
@@ -61,6 +66,7 @@ def header(job: Job, iterations: int) -> dict[str, int]:
         "pp_rank": job.pp_rank,
         "iterations": iterations,
         **(routing if job.model.num_experts else {}),
+        **({"min_comm_bytes": min_comm_bytes} if min_comm_bytes else {}),
         "aicb_version": version_number(__version__),
     }
 
@@ -160,6 +166,8 @@ def header_faults(values: Mapping[str, int | None]) -> list[str]:
     elif known.get("pp") and "pp_comm" in known and (known["pp"] > 1) != (known["pp_comm"] > 0):
         needed = "bytes of one stage-to-stage send" if known["pp"] > 1 else "0"
         faults.append(f"pp_comm: {known['pp_comm']} with pp: {known['pp']} must be {needed}")
+    unused = {key: known.get(key, 0) for key in ("checkpoints", "checkpoint_initiates")}
+    faults += [f"{key}: {value} must be 0" for key, value in unused.items() if 0 < value <= INT_MAX]
     return faults or _split_faults(known)
 
 
@@ -185,9 +193,14 @@ def group_sizes(values: Mapping[str, int]) -> Sizes:
 def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> Iterator[bytes]:
     """Yield the workload in chunks of about 1 MiB, whatever its length. Raises UserError where a rule is broken."""
     rows = iteration.rows * iterations
-    require(rows <= INT_MAX, f"{rows} rows are more than the simulator can count ({INT_MAX}): lower --epoch_num")
+    require(
+        rows <= INT_MAX,
+        f"{rows} rows are more than the simulator can count ({INT_MAX}): lower --epoch_num, or --global_batch "
+        "for fewer micro-batches",
+    )
     for fault in header_faults(values):
-        raise UserError(f"the simulator cannot read this workload: {fault}")
+        flags = next((flags for key, flags in HEADER_FLAGS.items() if fault.startswith(key)), "")
+        raise UserError(f"the simulator cannot read this workload: {fault}{flags}")
     sizes = group_sizes(values)
     head, body, tail = (_lines(part, sizes) for part in (iteration.start, iteration.micro_batch, iteration.end))
     pairs = " ".join(f"{key}: {value}" for key, value in values.items())
@@ -207,7 +220,10 @@ def _lines(rows: tuple[Row, ...], sizes: Sizes) -> bytes:
         if row not in seen:
             fields = row_fields(row)
             for fault in row_faults(fields, sizes):
-                raise UserError(f"row {row.name}: {fault}; lower --micro_batch or --seq_length, or split further")
+                advice = "lower --micro_batch or --seq_length, or split the model over more ranks"
+                if "_time" in fault:
+                    advice = "look at the profile or --fixed_compute_ns, or split the model over more ranks"
+                raise UserError(f"row {row.name}: {fault}; {advice}")
             seen[row] = "\t".join(fields) + "\n"
     return "".join(seen[row] for row in rows).encode()
 
@@ -218,18 +234,29 @@ def same_content(path: Path, chunks: Iterator[bytes]) -> bool:
         return all(file.read(len(chunk)) == chunk for chunk in chunks) and not file.read(1)
 
 
+def is_written(path: Path, values: Mapping[str, int], iteration: Iteration, iterations: int) -> bool:
+    """Whether `path` holds this workload already. Raises UserError when it holds something else."""
+    if not path.is_file():
+        return False
+    if not same_content(path, text(values, iteration, iterations)):
+        raise UserError(f"{path} holds a different workload: pass --force to replace it, or another --result_dir")
+    return True
+
+
 def write(path: Path, values: Mapping[str, int], iteration: Iteration, iterations: int, force: bool = False) -> None:
     """Write the workload whole or not at all.
 
     Raises UserError when `path` holds something else and `force` is not given, or a rule of the format is broken.
     """
-    if path.is_file() and not force:
-        if same_content(path, text(values, iteration, iterations)):
-            return
-        raise UserError(f"{path} holds a different workload: pass --force to replace it, or another --result_dir")
+    if not force and is_written(path, values, iteration, iterations):
+        return
     chunks = text(values, iteration, iterations)
     first = next(chunks)  # rules are checked before the folder or the file is touched
-    with atomic_write(path) as file:
-        file.write(first)
-        for chunk in chunks:
-            file.write(chunk)
+    try:
+        with atomic_write(path, replace=force) as file:
+            file.write(first)
+            for chunk in chunks:
+                file.write(chunk)
+    except FileExistsError:  # written by another process since
+        if not is_written(path, values, iteration, iterations):
+            raise

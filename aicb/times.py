@@ -126,8 +126,8 @@ def _attention_form(job: Job, profile: Profile) -> tuple[tuple[Kernel, ...], lis
     dtype = job.training.dtype if asked == FLASH or job.training.dtype != "float32" else "bfloat16"
     training = replace(job.training, use_flash_attn=asked != FLASH, dtype=dtype)
     switch = "--use_flash_attn" if asked == FLASH else "--no-use_flash_attn"
-    message = f"{profile.path} holds {', '.join(other)} and not {', '.join(asked)}: used although {switch} is asked for"
-    return kernel_table(replace(job, training=training)), [message]
+    held = f"{profile.path} holds {', '.join(other)} and not {', '.join(asked)}"
+    return kernel_table(replace(job, training=training)), [f"{held}: used in their place ({switch} is in force)"]
 
 
 def _require_sections(job: Job, profile: Profile, table: tuple[Kernel, ...]) -> None:

@@ -10,6 +10,11 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
+def printable(text: str) -> str:
+    """One line that does nothing to a terminal: control characters are shown, not sent."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+
+
 def size(count: int) -> str:
     """Bytes in decimal units: 33554432 is 33.55 MB."""
     value = float(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from aicb.simai import (
     INT_MAX,
     KEYWORD,
     SUFFIXES,
+    Sizes,
     group_sizes,
     header_faults,
     row_faults,
@@ -93,29 +94,39 @@ def check(path: Path) -> Iterator[Finding]:
     stated = row_count(second)
     if stated is None:
         yield Finding(2, f"expected the number of rows alone, not {_text(second).strip()[:40]!r}")
+    rows = yield from _row_findings(rest, sizes)
+    if rows == stated == 0:
+        yield Finding(2, "no rows: a workload of nothing")
+    if stated is not None and rows != stated:
+        effect = "the missing ones would be copies of the last" if rows < stated else "the others would be ignored"
+        yield Finding(2, f"{stated} rows announced, {rows} found: {effect}")
+
+
+def _row_findings(rest: Iterator[list[bytes]], sizes: Sizes | None) -> Generator[Finding, None, int]:
+    """Yield the defects of the rows, from line 3; return how many rows there are."""
     sound: set[bytes] = set()  # micro-batches repeat, so a block mostly holds lines already seen
     number, rows, blank = 3, 0, 0
     for lines in rest:
         if sound.issuperset(lines) and not blank:
             rows += len(lines)
-        else:
-            for offset, line in enumerate(lines):
-                if not line.strip():
-                    blank = blank or number + offset
-                    continue
+            number += len(lines)
+            continue
+        for line in lines:
+            if not line.strip():
+                blank = blank or number
+            else:
                 rows += 1
                 if blank:
                     yield Finding(blank, "an empty line between rows")
                     blank = 0
-                if line not in sound:
-                    found = row_faults(_fields(line), sizes)
-                    yield from (Finding(number + offset, fault) for fault in found)
-                    if not found and len(sound) < LINES_KEPT:
-                        sound.add(line)
-        number += len(lines)
-    if stated is not None and rows != stated:
-        effect = "the missing ones would be copies of the last" if rows < stated else "the others would be ignored"
-        yield Finding(2, f"{stated} rows announced, {rows} found: {effect}")
+            if line.strip() and line not in sound:
+                found = row_faults(_fields(line), sizes)
+                for fault in found:
+                    yield Finding(number, fault)
+                if not found and len(sound) < LINES_KEPT:
+                    sound.add(line)
+            number += 1
+    return rows
 
 
 def row_count(line: bytes) -> int | None:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -106,24 +102,6 @@ def start_group(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise UserError(f"rank {ranks.rank} ({host()}) cannot reach the other ranks: {_line(error)}") from error
-
-
-@contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM (torchrun's way to end a rank) into SystemExit, so that cleaning up happens."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise SystemExit(128 + number)
 
 
 def host() -> str:

@@ -4,7 +4,9 @@
 #   sh scripts/megatron_workload_with_aiob.sh -m 7 --world_size 4096 --tp 2 --global_batch 8192 \
 #       --swiglu --use_flash_attn --aiob_enable --comp_filepath workload/aiob_inputs/Example.txt
 set -eu
-repo=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+script=$0
+[ -L "$script" ] && script=$(readlink -f -- "$script")
+repo=$(CDPATH='' cd -- "$(dirname -- "$script")/.." && pwd -P)
 
 # This checkout's environment first, then an installed aicb, then a Python that has what aicb needs.
 [ -x "$repo/.venv/bin/aicb" ] && exec "$repo/.venv/bin/aicb" generate "$@"

@@ -75,7 +75,9 @@ def test_short_names(capsys: pytest.CaptureFixture[str]) -> None:
 def test_switches_take_the_values_that_scripts_write() -> None:
     assert switches(["--sp", "off", "--tp", "2"]) == ["--no-sp", "--tp", "2"]
     assert switches(["--enable-sequence-parallel", "True"]) == ["--enable-sequence-parallel"]
-    assert switches(["--model_name", "off"]) == ["--model_name", "off"]
+    assert switches(["--sp=on", "--sp=0"]) == ["--sp", "--no-sp"]
+    assert switches(["--workload_only", "on", "--tp", "1"]) == ["--workload_only", "--tp", "1"]
+    assert switches(["--model_name", "off", "--model_name=off"]) == ["--model_name", "off", "--model_name=off"]
 
 
 @pytest.mark.parametrize("name", IGNORED)
@@ -160,6 +162,25 @@ def test_show_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "show", "other.txt")
     assert (code, out) == (2, "")
     assert "other.txt:1" in err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "padded_vocab_size: 50k",
+        "hidden_size: 1e3",
+        "tensor_model_parallel_size: 1.5",
+        "squared_relu: 0.0",
+        "gpu: \x1b[31mred",
+    ],
+)
+def test_show_of_a_broken_slice_shows_the_times(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    text = Path(EXAMPLE).read_text().split("\n", 1)
+    Path("slice.txt").write_text(f"{text[0]}\n# format_version: 2\n# {line}\n{text[1]}")
+    code, out, _ = run(capsys, "show", "slice.txt")
+    assert code == 0
+    assert "12824.0" in out
+    assert "\x1b" not in out
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,6 @@ def test_a_profile_changes_times_and_nothing_else(capsys: pytest.CaptureFixture[
         (["-m", "7", "--ep_num", "16"], "no such option: --ep_num (nearest: --epoch_num"),
         (["-m", "7", "--pp", "10", "--world_size", "80"], "--num_layers 36 must be a multiple of"),
         (["-m", "7", "--world_size", "16", "--tp", "2", "--global_batch", "2"], "8 data-parallel ranks"),
-        (["-m", "7", "--aiob_enable"], "--comp_filepath"),
         (["-m", "7", "--tp"], "--tp"),
         (["-m", "7", "--tp", "two"], "--tp"),
         (["-m", "7", "stray"], "stray"),
@@ -228,3 +229,102 @@ def test_the_script_passes_everything_through(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "workload").is_dir()
     failed = subprocess.run(["sh", script, "-m", "15"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
+
+
+def test_two_processes_at_once_never_lose_a_workload() -> None:
+    """Both see no file at their start; the one that comes second must not replace the other's."""
+    command = [sys.executable, "-m", "aicb", "generate", "-m", "7", "--tp", "4", "--global_batch", "65536", "--quiet"]
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    both = [
+        subprocess.Popen([*command, "--fixed_compute_ns", ns], env=environment, stdout=subprocess.PIPE) for ns in "57"
+    ]
+    outputs = [process.communicate()[0] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) == [0, 2]
+    winner = codes.index(0)
+    path = Path(outputs[winner].decode().strip())
+    assert f"\t{'57'[winner]}\tALLREDUCE" in path.read_text()[:2000]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "aicb", "generate", "-m", "7", "--tp", "4", "--global_batch", "26214400"]
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.rglob(".aicb-*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait() == 128 + number
+    assert "Traceback" not in said
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_all_stages_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "-m", "7", "--world_size", "128", "--pp", "4", "--result_dir", "out"]
+    path = Path(generate(capsys, *words[1:], "--pp_rank", "2")["file"])
+    path.write_text("another workload\n")
+    assert main([*words, "--pp_rank", "all"]) == 2
+    assert [file.name for file in Path("out").iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu"], "--device has no effect"),
+        (["--time_budget", "3"], "--time_budget has no effect"),
+        (["--allow-profile-mismatch"], "--allow_profile_mismatch has no effect"),
+        (["--pp_rank", "slowest"], "--pp_rank slowest without a profile"),
+    ],
+)
+def test_options_without_effect_are_named(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["generate", "-m", "7", *words]) == 0
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_notes_name_what_has_no_effect_and_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "moe", "--sp", "--ffn_hidden_size", "64", "--moe_ffn_hidden_size", "128"]
+    notes = generate(capsys, *words, "--max_position_embeddings", "9", "--min_comm_bytes", "1000000")["notes"]
+    assert any("--ffn_hidden_size has no effect" in note for note in notes)
+    assert any("--max_position_embeddings has no effect" in note for note in notes)
+    assert any("--min_comm_bytes 1000000: " in note and " left out" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--profile_only"], "--profile_only measures"),
+        (["--profile_only", *PROFILE], "--profile_only measures"),
+        (["--aiob_enable", "--fixed_compute_ns", "5"], "exclude each other"),
+        (["--no-recompute", "--recompute_granularity", "full"], "exclude each other"),
+        (["--json", "--quiet"], "exclude each other"),
+        (["--gpu_type", ""], "--gpu_type needs a value"),
+        (["--result_dir", "--quiet"], "--result_dir needs a value"),
+        (["--num_layers", "99999999999999999999"], "at most 100000"),
+        (["--moe_layer_freq", "+".join(["[1]*99999"] * 50)], "--moe_layer_freq"),
+        (["--fixed_compute_ns", "3000000000"], "--fixed_compute_ns"),
+        (["--global_batch", "17179869184"], "--global_batch"),
+        (["--world_size", "17179869184", "--global_batch", "17179869184"], "--world_size"),
+    ],
+)
+def test_contradictions_and_limits(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["generate", "-m", "7", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_architecture_half_typed_names_the_preset_behind_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--num_layers", "2", "--hidden_size", "64"]) == 2
+    assert "preset 13" in capsys.readouterr().err
+
+
+def test_many_stages_are_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each stage once asked for all stages: quadratic, minutes at this size."""
+    words = ["-m", "7", "--num_layers", "1000", "--pp", "1000", "--world_size", "4000", "--fixed_compute_ns", "1"]
+    assert generate(capsys, *words, "--pp_rank", "slowest")["pp"] == 1000

@@ -73,7 +73,7 @@ def test_version_is_the_packages_own() -> None:
 
 def test_console_command_is_the_command_line() -> None:
     (command,) = entry_points(group="console_scripts", name="aicb")
-    assert command.value == "aicb.cli:run"
+    assert command.value == "aicb.__main__:run"
     assert callable(command.load())
 
 
@@ -111,7 +111,7 @@ def test_torchrun_entry_is_the_profile_command(tmp_path: Path) -> None:
     stub = (
         "import sys\ndef run(*command: str) -> None:\n    print([*command, *sys.argv[1:]])\n    raise SystemExit(3)\n"
     )
-    put(tmp_path / "aicb" / "cli.py", stub)
+    put(tmp_path / "aicb" / "__main__.py", stub)
     for folder in (tmp_path, ROOT, Path("/")):
         done = run(sys.executable, tmp_path / "aicb.py", "--aiob_enable", "-m", "7", cwd=folder)
         assert (done.returncode, done.stdout) == (3, "['profile', '--aiob_enable', '-m', '7']\n"), done.stderr

@@ -24,7 +24,7 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"model_size": "7", "max_position_embeddings": 64}, ["--max_position_embeddings 64", "--seq_length 4096"]),
     ({"model_size": "7", "hidden_size": 100}, ["--hidden_size 100", "--num_attention_heads 32", "--kv_channels"]),
     ({"model_size": "7", "num_query_groups": 5}, ["--num_attention_heads 32", "--num_query_groups 5"]),
-    ({"model_size": "7", "kv_channels": 3, "position_embedding_type": "rope"}, ["even head width", "3"]),
+    ({"model_size": "7", "kv_channels": 3, "position_embedding_type": "rope"}, ["--kv_channels 3 must be even"]),
     ({"model_size": "7", "context_parallel_size": 2}, ["--context_parallel_size 2", "only 1"]),
     ({"model_size": "7", "num_layers_per_virtual_pipeline_stage": 5}, ["virtual_pipeline_stage 5", "36 layers"]),
     ({"model_size": "7", "decoder_first_pipeline_num_layers": 3}, ["first_pipeline_num_layers 3", "at least 2"]),

@@ -99,17 +99,18 @@ def test_a_killed_process_leaves_no_profile(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.txt")) == []
 
 
-def test_another_slices_profile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_profile_is_replaced_only_with_force(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split(), "--profile_only"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
     path = tmp_path / done.stdout.strip()
     before = path.read_bytes()
-    other = [*command, "--vocab_size", "999"]
-    done = subprocess.run(other, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "padded_vocab_size: profile 512, asked 1024" in done.stderr
+    assert "--force" in done.stderr
     assert "profiling" not in done.stderr  # refused before anything was measured
     assert path.read_bytes() == before
+    subprocess.run([*command, "--force"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    assert path.read_bytes() != before
 
 
 def test_without_a_gpu_the_error_names_both_ways_out(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Real processes over gloo on 127.0.0.1: all ranks succeed or all fail, and none waits for one that is gone."""
 
-import signal
 import subprocess
 import textwrap
 import time
@@ -8,7 +7,7 @@ import time
 import pytest
 
 from aicb.errors import UserError
-from profiler.ranks import Ranks, host, sigterm_raises
+from profiler.ranks import Ranks, host
 from tests.profiler.fakes import finish, processes
 
 
@@ -16,12 +15,11 @@ def start(code: str, size: int = 2, timeout_s: int = 60) -> list[subprocess.Pope
     """Run `code` in `size` processes that hold the process group; `ranks` is at hand."""
     held = f"""
         import os, sys, time
-        from profiler.ranks import Ranks, sigterm_raises, start_group
+        from profiler.ranks import Ranks, start_group
         ranks = Ranks.from_environment()
         start_group(ranks, {timeout_s})
-        with sigterm_raises():
     """
-    return processes(textwrap.dedent(held) + textwrap.indent(textwrap.dedent(code), "    "), size)
+    return processes(textwrap.dedent(held) + textwrap.dedent(code), size)
 
 
 def test_objects_of_different_size_come_together_on_every_rank_without_numpy() -> None:
@@ -70,22 +68,6 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout() -> None:
     assert said.startswith(f"error: rank 0 ({host()}) lost the other ranks: ")
 
 
-def test_sigterm_unwinds_and_leaves_with_143() -> None:
-    code = """
-        try:
-            print("ready", flush=True)
-            time.sleep(60)
-        finally:
-            print("unwound")
-    """
-    both = start(code)
-    for process in both:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-    assert finish(both) == [(143, "unwound\n")] * 2
-
-
 def test_without_torchrun_there_is_one_rank_and_no_group() -> None:
     alone = Ranks.from_environment({})
     assert alone == Ranks()
@@ -111,10 +93,3 @@ def test_half_set_variables_are_refused(environ: dict[str, str], said: str) -> N
     with pytest.raises(UserError) as caught:
         Ranks.from_environment(environ)
     assert said in str(caught.value)
-
-
-def test_the_signal_handler_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with sigterm_raises():
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
