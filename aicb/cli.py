@@ -1,7 +1,7 @@
 """The command line: options to configurations, errors to exit codes; no logic.
 
     aicb generate -m 7 --world_size 4096 --tp 2 --global_batch 8192 --comp_filepath profile.txt
-    aicb check FILE...      aicb show FILE      aicb models
+    aicb profile -m 7 --tp 2      aicb check FILE...      aicb show FILE      aicb compare A B      aicb models
 
 Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why); 130 Ctrl-C.
 """
@@ -103,17 +103,19 @@ def _warn(message: str) -> None:
 @app.command("generate", context_settings=ALIKE, cls=_Grouped)
 @with_options
 def generate_command(**values: Any) -> None:
-    """Write the SimAI workload of one iteration (or several) of one pipeline stage."""
+    """Write the SimAI workload of a training iteration."""
     _generate(_typed(values))
 
 
 @app.command("profile", context_settings=ALIKE, cls=_Grouped)
 @with_options
 def profile_command(**values: Any) -> None:
-    """Measure every kernel on this machine, then generate the workload from the profile."""
+    """Measure this machine's kernels, then generate."""
     typed = {"aiob_enable": True, **_typed(values)}
     if not typed["aiob_enable"]:
         raise UserError("aicb profile measures: --no-aiob_enable has no meaning here")
+    if "comp_filepath" in typed and os.environ.get("RANK", "0") != "0":
+        return  # nothing to measure: one rank of torchrun writes the workload
     _generate(typed)
 
 
@@ -123,7 +125,9 @@ def _generate(typed: dict[str, Any]) -> None:
     if not typed.get("profile_only"):
         _print_summaries(generate(typed, _warn), typed)
     elif path := profile_alone(typed, _warn):
-        typer.echo(path)
+        import json
+
+        typer.echo(json.dumps({"profile": str(path)}) if typed.get("json") else path)
 
 
 def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> None:
@@ -141,7 +145,7 @@ def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> 
 
 @app.command("check")
 def check_command(files: Annotated[list[Path], typer.Argument(help="workload files")]) -> None:
-    """Check workloads against every rule of the format; the simulator itself reports none."""
+    """Check workloads against every rule of the format."""
     from aicb.workload_file import FINDINGS_MAX, check
 
     faulty = False
@@ -160,7 +164,7 @@ def check_command(files: Annotated[list[Path], typer.Argument(help="workload fil
 
 @app.command("show")
 def show_command(file: Annotated[Path, typer.Argument(help="a workload or a compute profile")]) -> None:
-    """Show what a workload adds up to, or the table of a compute profile with its origin."""
+    """Show a workload's totals, or a profile's table."""
     from aicb.show import show
 
     typer.echo(show(file))
@@ -171,7 +175,7 @@ def compare_command(
     a: Annotated[Path, typer.Argument(help="a compute profile")],
     b: Annotated[Path, typer.Argument(help="another")],
 ) -> None:
-    """Compare two compute profiles kernel by kernel, and what differs in their origin."""
+    """Compare two compute profiles kernel by kernel."""
     from aicb.show import comparison
 
     typer.echo(comparison(a, b))

@@ -53,7 +53,13 @@ def configure(typed: Mapping[str, Any]) -> Configured:
     parallel = _pick(ParallelConfig, {"tensor_model_parallel_size": tp, **typed})
     if parallel.enable_sequence_parallel and not parallel.sequence_parallel:
         notes.append("--enable_sequence_parallel has no effect with one TP rank")
-    job = Job(model=model, parallel=parallel, training=_training(typed))
+    training = _training(typed)
+    try:
+        job = Job(model=model, parallel=parallel, training=training)
+    except UserError as error:
+        if "tensor_model_parallel_size" in typed or "tensor_model_parallel_size" not in str(error):
+            raise
+        raise UserError(f"{error} (--tp is not typed: {tp} is the default here)") from error
     return Configured(job, tuple(notes), tuple(warnings))
 
 

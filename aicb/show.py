@@ -115,4 +115,7 @@ def comparison(a: Path, b: Path) -> str:
     text = f"a: {a}\nb: {b}\n\n" + units.table(("section", "part", "a us", "b us", "b/a"), rows)
     if not differing:
         return f"{text}\n\nno difference in their origin"
-    return f"{text}\n\n" + units.table(("origin", "a", "b"), [tuple(map(units.printable, line)) for line in differing])
+    lines = [
+        f"  {key}\n    a: {units.printable(one)}\n    b: {units.printable(other)}" for key, one, other in differing
+    ]
+    return f"{text}\n\nwhat differs in their origin\n" + "\n".join(lines)

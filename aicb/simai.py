@@ -239,7 +239,9 @@ def is_written(path: Path, values: Mapping[str, int], iteration: Iteration, iter
     if not path.is_file():
         return False
     if not same_content(path, text(values, iteration, iterations)):
-        raise UserError(f"{path} holds a different workload: pass --force to replace it, or another --result_dir")
+        raise UserError(
+            f"{path} holds a different workload: pass --force to replace it, or another --result_dir or --model_name"
+        )
     return True
 
 

@@ -59,7 +59,7 @@ def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, n
 
 
 def _notes(job: Job, times: ComputeTimes) -> list[str]:
-    notes = []
+    notes = list(times.notes)
     elsewhere = unused_on_stage(job, times)
     if elsewhere:
         notes.append(f"measured, but run on other stages or not at all here: {', '.join(elsewhere)}")
@@ -67,11 +67,17 @@ def _notes(job: Job, times: ComputeTimes) -> list[str]:
     if unmeasured:
         notes.append(f"not measured by this profile, counted as 0: {', '.join(unmeasured)}")
     if job.pp > 1:
-        notes.append(f"one file shows one stage: this is stage {job.pp_rank} of 0 to {job.pp - 1} (--pp_rank)")
+        notes.append("one file shows one stage (--pp_rank)")
+        if job.vpp > 1 and job.parallel.num_layers_per_virtual_pipeline_stage == 1:
+            notes.append(
+                f"vpp {job.vpp} is this format's default, one layer a model chunk: the simulated bubble shrinks by it; "
+                f"without interleaving pass --num_layers_per_virtual_pipeline_stage {len(job.layers)}"
+            )
         if not job.model.untie_embeddings_and_output_weights and (job.is_first or job.is_last):
             notes.append("the tied embedding's all-reduce between first and last stage has no word in this format")
-    if job.model.num_experts:
-        notes.append(f"routing: the busiest rank gets {job.training.moe_load_imbalance:g} x the mean (1: uniform)")
+    if any(job.model.has_experts(layer) for layer in job.layers):
+        skew = job.training.moe_load_imbalance
+        notes.append("routing: uniform" if skew == 1 else f"routing: the busiest rank gets {skew:g} x the mean")
     return notes
 
 
@@ -82,9 +88,11 @@ def render(summary: Summary) -> str:
     parts += ["embedding"] * s["embedding"] + ["head"] * s["head"]
     groups = ", ".join(f"{group} {units.size(size)}" for group, size in s["bytes_per_group"].items())
     compute = ", ".join(f"{column} {units.duration(ns)}" for column, ns in s["compute_ns"].items())
+    if s["gradients"] == "fixed":
+        compute = "not measured: every time in the file is a placeholder (give a profile: --comp_filepath)"
     lines = {
         "model": f"{s['model']}, {s['parameters_total']:,} parameters; this rank {s['parameters_rank']:,}, "
-        f"its optimizer {s['parameters_rank_optimizer']:,}",
+        f"its optimizer shard {s['parameters_rank_optimizer']:,}",
         "split": f"{s['world_size']} GPUs = DP {s['dp']} x TP {s['tp']} x PP {s['pp']}, EP {s['ep']}, "
         f"sequence parallel {'on' if s['sequence_parallel'] else 'off'}",
         "batch": f"global {s['global_batch']}, micro {s['micro_batch']}, ga {s['ga']}, sequence {s['seq_length']}, "
@@ -92,10 +100,10 @@ def render(summary: Summary) -> str:
         "stage": f"{s['pp_rank']} of {s['pp']}: {', '.join(parts)}; vpp {s['vpp']}, "
         f"pp_comm {units.size(s['pp_comm_bytes'])}",
         "rows": f"{s['rows']:,} ({s['iterations']} iteration{'s' if s['iterations'] > 1 else ''})",
-        "sent": groups or "nothing",
+        "collectives": f"{groups} (sizes of the tensors)" if groups else "none",
         "compute": compute,
-        "times": f"{s['times_from']}; gradients {s['gradients']}",
+        "times": s["times_from"] + ("" if s["gradients"] == "fixed" else f"; gradients {s['gradients']}"),
     }
-    text = [f"{name:<9}{value}" for name, value in lines.items()]
-    text += [f"{'note':<9}{note}" for note in s["notes"]]
-    return "\n".join([*text, f"{'file':<9}{s['file']}"])
+    text = [f"{name:<12}{value}" for name, value in lines.items()]
+    text += [f"{'note':<12}{note}" for note in s["notes"]]
+    return "\n".join([*text, f"{'file':<12}{s['file']}"])

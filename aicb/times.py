@@ -28,6 +28,7 @@ from aicb.kernels import (
 from aicb.profile import KernelTime, Profile, mismatches
 
 NS_PER_US = 1000
+UNCHECKED = "the profile does not say which model and split it was measured for: used unchecked"
 
 
 class Nanoseconds(NamedTuple):
@@ -51,6 +52,7 @@ class ComputeTimes:
     """Placeholder of every row's column that has compute, ns; None with a profile."""
     kernels: Mapping[str, Nanoseconds] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def of(self, kernels: Iterable[Kernel]) -> Nanoseconds:
         """Sum the times of one row's kernels."""
@@ -104,6 +106,7 @@ def profile_times(job: Job, profile: Profile, allow_mismatch: bool = False) -> C
         gradients=_gradients(profile, table),
         kernels=kernels,
         warnings=tuple(warnings),
+        notes=() if "hidden_size" in profile.origin else (UNCHECKED,),
     )
 
 
@@ -199,7 +202,7 @@ def _gradients(profile: Profile, table: tuple[Kernel, ...]) -> str:
             estimated.append(kernel.name)
     if not estimated:
         return "measured"
-    rule = "GEMM: as forward; other kernels: 2 x forward"
+    rule = "GEMM, embedding: as forward; other kernels: 2 x forward"
     if len(estimated) == len(used):
         return f"estimated ({rule})"
     return f"measured, but for {', '.join(estimated)} estimated ({rule})"

@@ -91,7 +91,7 @@ class _Builder:
         rows: list[Row | None] = []
         for step in steps:
             kernels = self.kernels.get(step.key, [])
-            if self.recompute == "selective" and self.times.fixed is None:
+            if self.recompute == "selective" and self.times.fixed is None:  # a placeholder stands for the whole cell
                 rows.append(self.row(step, self.times.of(k for k in kernels if k.core_attention).fwd))
                 continue
             rows.append(self.row(step))

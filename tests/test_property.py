@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from aicb.configure import configure
 from aicb.errors import UserError
 from aicb.job import Job
+from aicb.kernels import kernel_table, slice_of
+from aicb.profile import KernelTime, Profile
 from aicb.simai import header, text
-from aicb.times import fixed_times
+from aicb.times import ComputeTimes, fixed_times, profile_times
 from aicb.workload import Iteration, build
 from aicb.workload_file import check, totals
 
@@ -44,18 +46,29 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
         "position_embedding_type": draw(st.sampled_from(["rope", "learned_absolute", "none"])),
         "normalization": draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
     }
-    switches = ["swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"]
-    switches += ["enable_sequence_parallel", "use_distributed_optimizer"]
+    switches = ["qk_layernorm", "untie_embeddings_and_output_weights", "use_distributed_optimizer"]
     typed |= {name: draw(st.booleans()) for name in switches}
+    typed |= draw(st.sampled_from([{}, {"swiglu": True}, {"squared_relu": True}]))
+    typed |= draw(st.sampled_from([{}, {"add_bias_linear": False}, {"add_bias_linear": False, "add_qkv_bias": True}]))
+    typed["enable_sequence_parallel"] = draw(st.booleans())
+    if typed["dtype"] != "float32":
+        typed["use_flash_attn"] = draw(st.booleans())
     if draw(st.booleans()):
-        typed["num_query_groups"] = tp
+        typed |= {"num_query_groups": tp, "kv_channels": 2 * draw(st.integers(1, 9))}
+    if pp > 1 and draw(st.booleans()):
+        first, last, middle = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        typed |= {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+        typed["num_layers"] = first + last + middle * (pp - 2)
+    elif layers // pp == 2:
+        typed["num_layers_per_virtual_pipeline_stage"] = 2
     if draw(st.booleans()):
         typed |= _experts(draw, tp, ep)
-    elif ep == 1 or draw(st.integers(0, 9)) == 0:
+    elif draw(st.integers(0, 19)) == 0:
         typed["expert_model_parallel_size"] = ep
     if draw(st.integers(0, 2)) == 0:
         typed |= _latent(draw)
-        typed.pop("num_query_groups", None)
+        for name in ("num_query_groups", "kv_channels", "add_qkv_bias"):
+            typed.pop(name, None)
     return typed
 
 
@@ -66,14 +79,14 @@ def _experts(draw: st.DrawFn, tp: int, ep: int) -> dict[str, Any]:
         "num_experts": experts,
         "moe_router_topk": draw(st.integers(1, experts)),
         "moe_ffn_hidden_size": tp * draw(st.integers(1, 100)),
-        "moe_shared_expert_intermediate_size": tp * draw(st.sampled_from([0, 7])),
         "moe_router_load_balancing_type": draw(st.sampled_from(["aux_loss", "none"])),
         "moe_grouped_gemm": draw(st.booleans()),
-        "moe_load_imbalance": draw(st.sampled_from([1.0, 1.0, 1.25, 2.0])),
-        "enable_sequence_parallel": draw(st.integers(0, 9)) > 0,
+        "moe_load_imbalance": draw(st.sampled_from([1.0, 1.25])) if ep > 1 else 1.0,
+        "enable_sequence_parallel": draw(st.integers(0, 19)) > 0,
     }
-    if draw(st.booleans()):
-        found["moe_layer_freq"] = draw(st.sampled_from(["1", "2"]))
+    width = {"moe_shared_expert_intermediate_size": tp * 7}
+    found |= draw(st.sampled_from([{}, {"n_shared_expert": 2}, width]))
+    found |= draw(st.sampled_from([{}, {"moe_layer_freq": "2"}, {"n_dense_layers": 0}]))
     return found
 
 
@@ -97,16 +110,24 @@ def _configured(typed: dict[str, Any]) -> tuple[Job | None, str]:
         return None, str(error)
 
 
-def _written(job: Job, folder: Path, minimum: int) -> tuple[Path, Iteration]:
-    iteration, repeat = build(job, fixed_times(job, 1), minimum), job.training.epoch_num
+def _times(job: Job, us: float | None) -> ComputeTimes:
+    """Placeholders, or a profile in which every kernel takes `us`."""
+    if us is None:
+        return fixed_times(job, 1)
+    sections = {kernel.name: KernelTime(us) for kernel in kernel_table(job)}
+    return profile_times(job, Profile("profile.txt", 1, slice_of(job), sections))
+
+
+def _written(job: Job, folder: Path, minimum: int, us: float | None) -> tuple[Path, Iteration]:
+    iteration, repeat = build(job, _times(job, us), minimum), job.training.epoch_num
     path = folder / f"{job.pp_rank}.txt"
     path.write_bytes(b"".join(text(header(job, repeat), iteration, repeat)))
     return path, iteration
 
 
 @settings(max_examples=300, deadline=None)
-@given(typed=options(), minimum=st.sampled_from([0, 0, 100, 10**6]))
-def test_every_file_that_can_be_written_passes_check(typed: dict[str, Any], minimum: int) -> None:
+@given(typed=options(), minimum=st.sampled_from([0, 0, 100, 10**6]), us=st.sampled_from([None, 0.5, 123.456]))
+def test_every_file_that_can_be_written_passes_check(typed: dict[str, Any], minimum: int, us: float | None) -> None:
     job, refusal = _configured(typed)
     if job is None:
         event("refused")
@@ -114,10 +135,11 @@ def test_every_file_that_can_be_written_passes_check(typed: dict[str, Any], mini
         assert "\n" not in refusal
         return
     event("written")
+    event(f"experts {job.model.num_experts > 0}, latent {job.model.multi_latent_attention}, tp > 1 {job.tp > 1}")
     with tempfile.TemporaryDirectory() as name:
         held, layers = 0, 0
         for stage in (job.at(rank) for rank in range(job.pp)):
-            path, iteration = _written(stage, Path(name), minimum)
+            path, iteration = _written(stage, Path(name), minimum, us)
             assert list(check(path)) == []
             read = totals(path)
             assert read.rows == iteration.rows * job.training.epoch_num
