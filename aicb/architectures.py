@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from aicb.errors import UserError, require
-from aicb.modelfile import MAX_LAYERS, MAX_SIZE, show, whole_number
+from aicb.modelfile import MAX_LAYERS, MAX_SIZE, checked_integer, show
 
 BY_FLAGS = "give the architecture by flags (--num_layers --hidden_size --num_attention_heads ...) or as a .toml"
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "quick_gelu")
@@ -48,7 +48,7 @@ class Config:
         """A whole number that must be there."""
         require(key in self.values, f"{self.shown}: {key} is missing, and the model is not known without it: add it")
         most = MAX_LAYERS if key in ("num_hidden_layers", "n_layer") else MAX_SIZE
-        return whole_number(f"{self.shown}: {key}", self.get(key), least, most)
+        return checked_integer(f"{self.shown}: {key}", self.get(key), least, most)
 
     def optional(self, key: str, least: int = 1) -> int | None:
         """The same, or None where it is null or absent."""

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: a temporary in the same folder, then one rename."""
+"""Read a small text file whatever lies at its path; write a file whole or not at all, by one rename."""
 
 import errno
 import os
@@ -6,15 +6,61 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, NamedTuple
 
+MAX_BYTES = 16 * 2**20  # what is read here is a few KiB; anything larger is some other file
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # raised by write() without a file name
 
 
+class Refusals(NamedTuple):
+    """The error that `read_text` raises, and what follows the path in its message, these fields filled in."""
+
+    error: type[Exception]
+    unreadable: str
+    """`{reason}`"""
+    irregular: str
+    """`{what}`: a folder, or not a regular file."""
+    too_large: str
+    """`{size}`, `{most}`: bytes."""
+    no_text: str
+    """`{byte}` in hexadecimal, `{at}` from 0, `{line}` from 1: the first that is not UTF-8."""
+
+
+def read_text(path: str | os.PathLike[str], shown: str, refusals: Refusals) -> str:
+    """Return the UTF-8 text of a regular file of at most 16 MiB; nothing else is opened. A BOM is left out.
+
+    Raises `refusals.error`, a message that starts with `shown`: missing, unreadable, not regular, too large, no text.
+    """
+    try:
+        found = Path(path).stat()
+        data = b""
+        if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:  # a FIFO would block, /dev/zero never end
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise refusals.error(shown + refusals.unreadable.format(reason=reason)) from error
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+        raise refusals.error(shown + refusals.irregular.format(what=what))
+    size = max(found.st_size, len(data))  # it may have grown meanwhile
+    if size > MAX_BYTES:
+        raise refusals.error(shown + refusals.too_large.format(size=size, most=MAX_BYTES))
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        place = {"byte": f"0x{data[error.start]:02x}", "at": error.start, "line": data.count(b"\n", 0, error.start) + 1}
+        raise refusals.error(shown + refusals.no_text.format(**place)) from error
+
+
+def printable_path(path: str | os.PathLike[str]) -> str:
+    """A path as a message shows it: as it is, or quoted and escaped where a terminal could not show it on one line."""
+    text = os.fspath(path)
+    return text if text.isprintable() else ascii(text)
+
+
 @contextmanager
-def atomic_write(
-    path: str | os.PathLike[str], mode: Literal["wb"] = "wb", *, replace: bool = True
-) -> Iterator[BinaryIO]:
+def atomic_write(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[BinaryIO]:
     """Yield a binary file that takes the place of `path` when the block ends without an exception.
 
     Without `replace`, a file that has come to be at `path` meanwhile stays: FileExistsError.
@@ -33,10 +79,10 @@ def atomic_write(
     temporary = target.parent / f".aicb-{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-        with os.fdopen(descriptor, mode) as file:
+        with os.fdopen(descriptor, "wb") as file:
             if permissions is not None:
                 temporary.chmod(permissions)
-            yield cast(BinaryIO, file)
+            yield file
         if replace:
             temporary.replace(target)
         else:

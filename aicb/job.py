@@ -191,9 +191,9 @@ class Job:
         unit = self.model.make_vocab_size_divisible_by * self.tp
         return -(-self.model.vocab_size // unit) * unit
 
-    def parameters(self) -> RankParameters:
-        """Count the parameters that this rank holds."""
-        shard = Shard(
+    def shard(self) -> Shard:
+        """Return the part of the model that this rank holds."""
+        return Shard(
             tp=self.tp,
             ep=self.ep,
             sequence_parallel=self.sp,
@@ -202,7 +202,10 @@ class Job:
             last=self.is_last,
             vocab=self.padded_vocab_size,
         )
-        held = tensors(self.model, shard)
+
+    def parameters(self) -> RankParameters:
+        """Count the parameters that this rank holds."""
+        held = tensors(self.model, self.shard())
         return rank_parameters(
             held, self.dp, self.parallel.expert_data_parallel_size, self.training.use_distributed_optimizer
         )

@@ -52,10 +52,13 @@ class Kernel:
     def gradient_flops(self) -> int:
         """FLOPs of one input-gradient (GEMM: also of one weight-gradient) call.
 
-        Flash attention's backward is 5 matmuls against 2 (FlashAttention-2 paper); an unfused batched matmul has two.
+        Flash attention's backward is five causal matmuls (FlashAttention-2 paper): scores, dQ and dK over the width of
+        query and key, dP and dV over that of value. An unfused batched matmul has two.
         """
         if self.op == "flash_attention":
-            return self.flops * 5 // 2
+            shape = self.shape
+            square = shape["batch"] * shape["heads"] * shape["seq"] ** 2
+            return square * (3 * shape["qk_width"] + 2 * shape["v_width"])
         return self.flops if self.gradients == GEMM else 2 * self.flops
 
 

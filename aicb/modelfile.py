@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aicb import units
 from aicb.errors import UserError, nearest, require
+from aicb.files import Refusals, printable_path, read_text
 from aicb.model import (
     ESSENTIAL,
     LOAD_BALANCING,
@@ -27,7 +28,6 @@ from aicb.model import (
     preset,
 )
 
-MAX_BYTES = 16 * 2**20  # a config is a few KiB; anything larger is some other file
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 100_000
 CONFIG_JSON = "config.json"
@@ -38,6 +38,13 @@ _CHOICES = {
     "moe_router_load_balancing_type": LOAD_BALANCING,
 }
 _FIELDS: dict[str, Field[Any]] = {field.name: field for field in fields(ModelConfig)}
+_REFUSALS = Refusals(
+    UserError,
+    unreadable=f": cannot be read ({{reason}}): give a {CONFIG_JSON} or .toml file",
+    irregular=f": not a regular file: give a {CONFIG_JSON} or .toml file",
+    too_large=": {size} bytes, and a model file has at most {most}: is it another file?",
+    no_text=f": byte {{byte}} at {{at}} is not UTF-8 text: give a {CONFIG_JSON} or .toml",
+)
 _T = TypeVar("_T")
 
 
@@ -59,14 +66,9 @@ def load(path: str) -> tuple[dict[str, Any], list[str]]:
     Returns the base fields for `make_model` and warnings of one line each. Raises UserError, one line that names the
     file: unreadable, not what it should be, or no model that can be described.
     """
-    shown = printable(path)
-    file, data = _read(path, shown)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{shown}: byte 0x{data[error.start]:02x} at {error.start} is not UTF-8 text: give a config.json or .toml"
-        ) from error
+    shown = printable_path(path)
+    file = _file_of(path, shown)
+    text = read_text(file, shown, _REFUSALS)
     suffix, warnings = file.suffix.lower(), list[str]()
     if suffix == ".toml" or (suffix != ".json" and not text.lstrip().startswith("{")):
         base = _model_of_toml(_parse(text, shown, "TOML", _parse_toml), shown, file.stem)
@@ -88,26 +90,14 @@ def load(path: str) -> tuple[dict[str, Any], list[str]]:
     return base, warnings
 
 
-def _read(path: str, shown: str) -> tuple[Path, bytes]:
-    """The file that `path` means, and its bytes. Nothing but a regular file of at most 16 MiB is opened."""
-    file, data = Path(path), b""
-    try:
+def _file_of(path: str, shown: str) -> Path:
+    """The file that `path` means."""
+    file = Path(path)
+    with suppress(OSError):  # read_text says what is wrong
         if file.is_dir():
             file = file / CONFIG_JSON
             require(file.exists(), f"{shown}: a folder without {CONFIG_JSON}: give a model's file, or such a folder")
-        found = file.stat()
-        if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:  # a FIFO would block, /dev/zero never end
-            with file.open("rb") as opened:
-                data = opened.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        if isinstance(error, UserError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown}: cannot be read ({reason}): give a {CONFIG_JSON} or .toml file") from error
-    require(stat.S_ISREG(found.st_mode), f"{shown}: not a regular file: give a {CONFIG_JSON} or .toml file")
-    size = max(found.st_size, len(data))
-    require(size <= MAX_BYTES, f"{shown}: {size} bytes, and a model file has at most {MAX_BYTES}: is it another file?")
-    return file, data
+    return file
 
 
 def _parse(text: str, shown: str, what: str, parse: Callable[[str], _T]) -> _T:
@@ -116,7 +106,7 @@ def _parse(text: str, shown: str, what: str, parse: Callable[[str], _T]) -> _T:
     except RecursionError as error:
         raise UserError(f"{shown}: not valid {what}: nested too deeply; is it another file?") from error
     except ValueError as error:
-        reason = printable(" ".join(str(error).split()))[:200]
+        reason = units.printable(str(error))[:200]
         raise UserError(f"{shown}: not valid {what}: {reason}; is the file whole?") from error
 
 
@@ -198,10 +188,10 @@ def _typed(where: str, key: str, value: object) -> Any:
         require(usable, f"{where} {show(value)} must hold a 0 or 1 for each layer, or be a whole number: correct it")
         return tuple(value)
     least = 0 if field is None or field.default == 0 else 1
-    return whole_number(where, value, least, MAX_LAYERS if key == "num_layers" else MAX_SIZE)
+    return checked_integer(where, value, least, MAX_LAYERS if key == "num_layers" else MAX_SIZE)
 
 
-def whole_number(where: str, value: object, least: int = 1, most: int = MAX_SIZE) -> int:
+def checked_integer(where: str, value: object, least: int = 1, most: int = MAX_SIZE) -> int:
     """Return `value` if it is an integer (no bool) from `least` to `most`. Raises UserError; `where`: file and key."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UserError(f"{where} {show(value)} must be a whole number from {least} to {most}: correct it in the file")
@@ -218,11 +208,6 @@ def show(value: object) -> str:
         return "(a huge number)"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-def printable(text: str) -> str:
-    """`text` as it is, or escaped where a terminal could not show it on one line."""
-    return text if text.isprintable() else ascii(text)
 
 
 def file_name(text: str) -> str:

@@ -14,15 +14,11 @@ keys beyond the three `time_gpu_*`; its reader skips `#` lines and unknown keys,
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from aicb.errors import UserError
-from aicb.files import atomic_write
-
-MAX_BYTES = 16 * 2**20  # a profile is a few KiB; anything larger is some other file
+from aicb.files import Refusals, atomic_write, printable_path, read_text
 
 _TRAIN_ITER = re.compile(r"train_iter:\s*([0-9]{1,18})\s*")
 _COMMENT = re.compile(r"\s*#+\s*([A-Za-z_]\w*):(?!//)(.*)")  # `# key: value`, but not `# http://...`
@@ -39,6 +35,15 @@ _EXPECT_FIRST = "expected the first line 'train_iter:N' with a whole number N >=
 
 class ProfileError(UserError):
     """A profile that cannot be read or written; one line: file, line number, what was found, what was expected."""
+
+
+_REFUSALS = Refusals(
+    ProfileError,
+    unreadable=": cannot be read ({reason}), expected a compute profile",
+    irregular=": found {what}, expected a compute profile (a text file)",
+    too_large=": found {size} bytes, expected a compute profile of at most {most} bytes",
+    no_text=":{line}: found the byte {byte}, expected UTF-8 text",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +90,6 @@ class Profile:
         """2 when the file states a `format_version`, else 1."""
         return 2 if "format_version" in self.origin else 1
 
-    @property
-    def gradients_measured(self) -> bool:
-        """Whether any section holds a measured input or weight gradient."""
-        return any(t.input_grad is not None or t.weight_grad is not None for t in self.sections.values())
-
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile of either generation; times in us. Nothing but a regular file of at most 16 MiB is opened.
@@ -97,28 +97,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     Raises ProfileError: missing, unreadable, not a regular file, too large, not UTF-8 text, or any rule of
     `parse_profile` broken.
     """
-    shown = _printable(os.fspath(path))
-    try:
-        found = Path(path).stat()
-        data = b""
-        if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:  # a FIFO would block, /dev/zero never end
-            with Path(path).open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ProfileError(f"{shown}: cannot be read ({reason}), expected a compute profile") from error
-    if not stat.S_ISREG(found.st_mode):
-        what = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
-        raise ProfileError(f"{shown}: found {what}, expected a compute profile (a text file)")
-    size = max(found.st_size, len(data))
-    if size > MAX_BYTES:
-        raise ProfileError(f"{shown}: found {size} bytes, expected a compute profile of at most {MAX_BYTES} bytes")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ProfileError(f"{shown}:{line}: found the byte 0x{data[error.start]:02x}, expected UTF-8 text") from error
-    return parse_profile(text, os.fspath(path))
+    return parse_profile(read_text(path, printable_path(path), _REFUSALS), os.fspath(path))
 
 
 def parse_profile(text: str, path: str) -> Profile:
@@ -148,7 +127,7 @@ class _Reader:
         self.times: dict[str, float] = {}  # and its keys so far
 
     def error(self, message: str, line: int | None = None) -> ProfileError:
-        return ProfileError(f"{_printable(self.path)}:{self.line if line is None else line}: {message}")
+        return ProfileError(f"{printable_path(self.path)}:{self.line if line is None else line}: {message}")
 
     def take(self, line: str) -> None:
         if "\0" in line:
@@ -216,7 +195,7 @@ def format_profile(profile: Profile) -> str:
     reader would refuse or misread: names, numbers, a comment value of several lines, a further key ending in
     `time_gpu_avg` or `time_gpu_min`.
     """
-    where = _printable(profile.path)
+    where = printable_path(profile.path)
     if profile.train_iter < 1 or not profile.sections:
         found = f"train_iter {profile.train_iter} and {len(profile.sections)} sections"
         raise ProfileError(f"{where}: {found} to write, expected at least 1 of each")
@@ -293,7 +272,3 @@ def _fixed(value: float) -> str:
 def _quote(text: str) -> str:
     text = text.strip()
     return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def _printable(path: str) -> str:
-    return path if path.isprintable() else ascii(path)

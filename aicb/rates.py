@@ -26,8 +26,8 @@ class Peak(NamedTuple):
 
 
 # By the name CUDA reports. Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023),
-# "H200 Tensor Core GPU" (2024), "HGX B200" (2025, an eighth of the board), "L40S" (2023), and the whitepaper "Ada GPU
-# Architecture" (2022) for the RTX 4090. Figures given there with sparsity are halved.
+# "H200 Tensor Core GPU" (2024), "DGX B200" (2024, an eighth of the system: 64 TB/s, 18 PFLOP/s dense 16 bit), "L40S"
+# (2023), and the whitepaper "Ada GPU Architecture" (2022) for the RTX 4090. Figures given with sparsity are halved.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": Peak(312, 1555),
     "NVIDIA A100-PCIE-40GB": Peak(312, 1555),
@@ -159,7 +159,12 @@ class Ratio(NamedTuple):
 
 
 def compare(a: Profile, b: Profile) -> tuple[list[Ratio], list[tuple[str, str, str]]]:
-    """Return kernel by kernel times of two profiles, and each origin key that differs with both values."""
+    """Return kernel by kernel times of two profiles, and each origin key that differs with both values.
+
+    Raises UserError: no section is in both.
+    """
+    if not a.sections.keys() & b.sections.keys():
+        raise UserError(f"{a.path} and {b.path} have no section in common")
     ratios = []
     for name in dict.fromkeys((*a.sections, *b.sections)):
         one, other = a.sections.get(name), b.sections.get(name)
@@ -171,6 +176,4 @@ def compare(a: Profile, b: Profile) -> tuple[list[Ratio], list[tuple[str, str, s
     missing = "not stated"
     pairs = [(key, a.origin.get(key, missing), b.origin.get(key, missing)) for key in keys]
     differing = [pair for pair in pairs if pair[1] != pair[2]]
-    if not ratios:
-        raise UserError(f"{a.path} and {b.path} have no section in common")
     return ratios, differing

@@ -108,11 +108,11 @@ def measure(
 ) -> Samples:
     """Time `call` on `device`: `samples` times, and on until IQR / median <= 1 %, `cap_s` or MAX_SAMPLES is reached.
 
-    `cap_s` covers the warm-up (3 calls and 25 ms at the least); where it is short, fewer than `samples` come out, but
-    never fewer than `least` or 3.
+    `cap_s` covers the warm-up: at least 3 calls, and 25 ms or half of a shorter cap. Where it is short, fewer than
+    `samples` come out, but never fewer than `least` or 3.
     """
     start = device.now()
-    lead_s, each_s = _warm_up(call, device, l2)
+    lead_s, each_s = _warm_up(call, device, l2, min(WARM_UP_S, cap_s / 2))
     raw: list[float] = []
     while True:
         left_s = cap_s - (device.now() - start)
@@ -128,14 +128,14 @@ def measure(
             return Samples(tuple(raw), settled=True)
 
 
-def _warm_up(call: Callable[[], object], device: Timer, l2: str) -> tuple[float, float]:
+def _warm_up(call: Callable[[], object], device: Timer, l2: str, seconds: float) -> tuple[float, float]:
     """Return how long the device must be kept busy for the host to queue one call, and how long one takes in all, s.
 
-    Each call is waited for: the host could otherwise queue minutes of work in 25 ms.
+    Each call is waited for: the host could otherwise queue minutes of work in `seconds`.
     """
     start, calls = device.now(), 0
     queue_s = whole_s = float("inf")
-    while calls < MIN_SAMPLES or device.now() - start < WARM_UP_S:
+    while calls < MIN_SAMPLES or device.now() - start < seconds:
         began = device.now()
         if l2 == COLD:
             device.flush()

@@ -11,11 +11,13 @@ from aicb import __version__
 from aicb.job import Job
 from aicb.kernels import Kernel, kernel_table, optimizer_elements, slice_of
 from aicb.profile import KernelTime, Profile
-from profiler.measure import Samples, pool
+from profiler.measure import SETTLED_SPREAD, Samples, pool
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
 SUM_TOLERANCE = 0.10
 """How far the sum of a layer's parts may be from the whole layer without a warning."""
+_NAMED = 3
+"""How many measurements an origin line names; the raw samples say it of every one."""
 _DENSE_ROWS = ("mlp_column", "mlp_row", "mlp_layer")
 
 Times = Mapping[str, Samples]
@@ -154,14 +156,23 @@ def _quality(pooled: Mapping[str, Times], train_iter: int) -> dict[str, str]:
     """How many samples each measurement has, what did not settle, what got fewer than asked for."""
     everything = [(f"{name} {what}", samples) for name, times in pooled.items() for what, samples in times.items()]
     counts = [len(samples.raw) for _, samples in everything]
-    lines = {
-        "samples_per_measurement": f"{min(counts)} to {max(counts)}",
-        "not_settled": ", ".join(name for name, samples in everything if not samples.settled) or "none",
-    }
+    lines = {"samples_per_measurement": f"{min(counts)} to {max(counts)}", "not_settled": "none"}
+    unsettled = [name for name, samples in everything if not samples.settled]
+    if unsettled:
+        lines["not_settled"] = _some(unsettled, len(counts))
+        did = f" did not settle within {SETTLED_SPREAD * 100:g} % (IQR / median)"
+        lines["warning_not_settled"] = _some(unsettled, len(counts), did)
     short = [f"{name} {len(samples.raw)}" for name, samples in everything if len(samples.raw) < train_iter]
     if short:
-        lines["warning_samples"] = f"fewer than {train_iter} within the time budget: {', '.join(short)}"
+        got = f" got fewer than {train_iter} samples within the time budget"
+        lines["warning_samples"] = _some(short, len(counts), got)
     return lines
+
+
+def _some(names: Sequence[str], total: int, did: str = "") -> str:
+    """How many of all measurements `names` are, what they did, and the first of them."""
+    such_as = ", such as" if len(names) > _NAMED else ":"
+    return f"{len(names)} of {total} measurements{did}{such_as} {', '.join(names[:_NAMED])}"
 
 
 def experts_in_layer(job: Job) -> bool:
@@ -197,9 +208,12 @@ def _sum_check(job: Job, results: Sequence[RankResult], pooled: Mapping[str, Tim
     }
     lines = {f"{key}_{way}": f"{ratio:.3f}" for way, ratio in ratios.items()}
     lines["whole_layer"] = f"forward {_forward(whole):.1f} us, backward {_backward(whole):.1f} us"
-    off = [f"{way} {ratio:.3f}" for way, ratio in ratios.items() if abs(ratio - 1) > SUM_TOLERANCE]
+    off = [
+        f"{ratio:.3f} x the measured layer in {way}" for way, ratio in ratios.items() if abs(ratio - 1) > SUM_TOLERANCE
+    ]
     if off:
-        lines["warning_sum_of_parts"] = f"more than {SUM_TOLERANCE:.0%} from the whole layer: {', '.join(off)}"
+        said = f"the sum of the kernels is {' and '.join(off)} (more than {SUM_TOLERANCE:.0%} apart)"
+        lines["warning_sum_of_parts"] = said
     return lines
 
 

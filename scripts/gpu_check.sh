@@ -22,6 +22,7 @@ if "$python" -c 'import pytest' 2>/dev/null; then
     timeout 120 "$python" -m pytest --import-mode=importlib -p no:cacheprovider -q -m gpu tests/gpu || status=1
 else
     echo "gpu_check: pytest is not installed here: tests/gpu were NOT run"
+    status=1
 fi
 "$python" -c 'import typer' 2>/dev/null ||
     echo "gpu_check: typer is not installed here: the aicb command was NOT run, only the profiler behind it"

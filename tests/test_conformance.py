@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aicb.collectives import Collective
-from aicb.parameters import Shard, tensors
+from aicb.parameters import tensors
 from aicb.simai import header, text
 from aicb.times import fixed_times
 from aicb.workload import build
@@ -70,17 +70,8 @@ def test_every_tensor_equals_the_recording(path: Path) -> None:
     """Shape by shape: two errors that cancel in a total would still change the optimizer's padded buffer."""
     recording = load(path)
     job = job_of(recording["config"])
-    shard = Shard(
-        tp=job.tp,
-        ep=job.ep,
-        sequence_parallel=job.sp,
-        layers=job.layers,
-        first=job.is_first,
-        last=job.is_last,
-        vocab=job.padded_vocab_size,
-    )
     ours: Counter[tuple[tuple[int, ...], bool]] = Counter()
-    for tensor in tensors(job.model, shard):
+    for tensor in tensors(job.model, job.shard()):
         ours[tensor.shape, tensor.expert] += tensor.count
     theirs = Counter((tuple(shape), kind == "expert") for _, shape, kind, _ in recording["parameter_tensors"])
     assert ours == theirs

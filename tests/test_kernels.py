@@ -245,6 +245,16 @@ def test_gradient_flops() -> None:
     assert unfused["atten_core_qk"].gradient_flops() == 16777216  # two matmuls of 2^23
 
 
+def test_flash_gradient_flops_where_value_is_narrower() -> None:
+    """The widths of DeepSeek: a query and key of 128 + 64, a value of 128."""
+    widths = {"multi_latent_attention": True, "kv_lora_rank": 72, "qk_nope_dim": 128, "qk_rope_dim": 64}
+    kept = {name: value for name, value in GQA.items() if name not in ("num_query_groups", "kv_channels")}
+    flash = table(configure({**kept, **widths, "v_head_dim": 128}).job)["atten_flash"]
+    # 2 sequences x 8 heads x 64 x 64 = 65536; forward 192 + 128 = 320; backward 3 x 192 + 2 x 128 = 832
+    assert flash.flops == 20971520
+    assert flash.gradient_flops() == 54525952
+
+
 def test_norms_on_query_and_key_run_per_head() -> None:
     kernels = table(
         job_of(qk_layernorm=True, tensor_model_parallel_size=4, world_size=4, enable_sequence_parallel=True)

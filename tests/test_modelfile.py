@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aicb.errors import UserError
+from aicb.files import MAX_BYTES
 from aicb.model import PRESETS, ModelConfig, make_model, preset
-from aicb.modelfile import MAX_BYTES, export_toml, load, looks_like_path
+from aicb.modelfile import export_toml, load, looks_like_path
 
 ROOT = Path(__file__).resolve().parent.parent
 HUGGINGFACE = ROOT / "tests" / "data" / "huggingface"
@@ -237,6 +238,12 @@ def test_what_is_no_json_object(data: bytes, words: str, tmp_path: Path) -> None
     path = tmp_path / "config.json"
     path.write_bytes(data)
     assert words in refused(path)
+
+
+def test_a_byte_is_counted_from_the_start_of_the_file_also_after_a_bom(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbfnum_layers = 2\n\xff")
+    assert "mine.toml: byte 0xff at 18 is not UTF-8 text" in refused(tmp_path / "mine.toml")
+    assert load(str(toml(tmp_path, f"\ufeff{SMALL}")))[0]["num_layers"] == 2
 
 
 def test_deeply_nested_toml_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
 import pytest
@@ -117,11 +117,14 @@ def test_torchrun_entry_is_the_profile_command(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (3, "['profile', '--aiob_enable', '-m', '7']\n"), done.stderr
 
 
-def test_image_leaves_apex_to_its_base() -> None:
+def test_image_installs_the_project_and_leaves_the_rest_to_its_base() -> None:
+    """Dependencies come from pyproject.toml; torch and apex are the image's, built for one another."""
     text = (ROOT / "Dockerfile.cuda").read_text().replace("\\\n", " ")
-    installs = re.findall(r"^.*\bpip3?\b.*\binstall\b.*$", text, flags=re.MULTILINE)
-    assert installs
-    assert not any("apex" in line for line in installs)
+    (install,) = re.findall(r"^.*\bpip3?\b.*\binstall\b.*$", text, flags=re.MULTILINE)
+    assert re.findall(r"\binstall (.*)", install) == ["--no-cache-dir --editable . nvidia-ml-py"]
+    assert "env -u PIP_CONSTRAINT pip" in install
+    needed = {re.split(r"[^\w-]", line)[0] for line in requires("aicb") or () if "extra ==" not in line}
+    assert needed == {"typer", "tomli"}  # tomli for Python 3.10
 
 
 def test_script_is_short_and_posix(tmp_path: Path) -> None:

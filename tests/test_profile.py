@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aicb.files import atomic_write
+from aicb.files import MAX_BYTES, atomic_write
 from aicb.profile import (
-    MAX_BYTES,
     KernelTime,
     Profile,
     ProfileError,
@@ -149,7 +148,7 @@ def test_example_is_the_published_sample() -> None:
     assert first_generation_sums(EXAMPLE.read_text())["attention"] == 1820
     assert {name: (t.max, t.min, t.avg) for name, t in read.sections.items()} == EXAMPLE_TIMES
     assert list(read.sections) == list(EXAMPLE_TIMES)  # file order
-    assert (read.train_iter, read.generation, read.gradients_measured, read.origin) == (10, 1, False, {})
+    assert (read.train_iter, read.generation, read.origin) == (10, 1, {})
     assert (read.sections["Emb"].line, read.sections["layernorm"].line) == (2, 6)
     assert read.sections["Emb"].input_grad is None
     assert read.sections["Emb"].weight_grad is None
@@ -157,7 +156,7 @@ def test_example_is_the_published_sample() -> None:
 
 def test_second_generation_is_read() -> None:
     read = parse_profile(SECOND, "x")
-    assert (read.train_iter, read.generation, read.gradients_measured) == (12, 2, True)
+    assert (read.train_iter, read.generation) == (12, 2)
     assert read.origin["gpu"] == "NVIDIA H200"
     assert read.origin["note"] == "Emb: time_gpu_avg: 5"
     qkv = read.sections["atten_qkv"]

@@ -1,11 +1,16 @@
 """The report of scripts/gpu_check.sh, from profiles that exist; the measuring itself needs a GPU."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from aicb.errors import UserError
 from aicb.profile import parse_profile
+from aicb.rates import compare
 from profiler import gpu_check
+from tests.profiler.fakes import ROOT
 
 GOLDEN = (Path(__file__).parent / "golden_profile.txt").read_text()
 
@@ -36,3 +41,22 @@ def test_a_run_that_fails_is_told_and_is_the_exit_code(
     monkeypatch.setattr(gpu_check, "RUNS", {"none": {"model_size": "no-such-model"}})
     assert gpu_check.main([str(tmp_path), "cpu"]) == 1
     assert "none: FAILED: exit code 1: " in capsys.readouterr().out
+
+
+def test_profiles_without_a_common_section_are_not_compared() -> None:
+    one, other = (parse_profile(f"train_iter:1\n{name}:\n    time_gpu_avg: 1\n", name) for name in ("Emb", "logit"))
+    with pytest.raises(UserError, match=r"^Emb and logit have no section in common$"):
+        compare(one, other)
+
+
+@pytest.mark.parametrize(("lacking", "code"), [("nothing", 0), ("pytest", 1), ("typer", 0), ("torch", 2)])
+def test_the_script_fails_where_the_gpu_tests_could_not_run(lacking: str, code: int, tmp_path: Path) -> None:
+    """A Python whose every call succeeds but for the import of one module."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$2" in *import*{lacking}*) exit 1;; esac\n')
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path / "out")}
+    script = ROOT / "scripts" / "gpu_check.sh"
+    done = subprocess.run(["sh", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert ("pytest is not installed here: tests/gpu were NOT run" in done.stdout) == (lacking == "pytest")

@@ -40,6 +40,14 @@ def test_warm_up_is_at_least_3_calls_and_25_ms(us: float, warm_ups: int) -> None
     assert device.calls - len(samples.raw) in (warm_ups, warm_ups + 1)  # + 1: rounding at exactly 25 ms
 
 
+@pytest.mark.parametrize(("cap_s", "warm_ups"), [(0.02, 10), (0.01, 5), (0.002, 3), (0.0, 3)])
+def test_a_short_cap_halves_the_warm_up_but_3_calls(cap_s: float, warm_ups: int) -> None:
+    device = steady(1_000)
+    samples = measure(device.call, device, samples=10, cap_s=cap_s)
+    assert device.calls - len(samples.raw) in (warm_ups, warm_ups + (warm_ups > 3))  # + 1: rounding at the very end
+    assert len(samples.raw) >= min(10, warm_ups - 1), "the other half is for samples"
+
+
 def test_settled_at_once_takes_what_was_asked_for() -> None:
     samples = measure((device := steady(1000)).call, device, samples=10, cap_s=1.0)
     assert samples.settled

@@ -255,10 +255,14 @@ def test_a_time_budget_is_respected_and_short_samples_are_said(job: Job, bench: 
     assert found.origin["samples_per_measurement"] == "3 to 10"
     # Forward 50 ms, gradients 100 and 150 ms a call, and about 0.1 s for each: 3 samples is the least.
     assert found.origin["warning_samples"] == (
-        "fewer than 10 within the time budget: mlp_linear_1 forward 3, mlp_linear_1 input_grad 3, "
-        "mlp_linear_1 weight_grad 3"
+        "3 of 34 measurements got fewer than 10 samples within the time budget: mlp_linear_1 forward 3, "
+        "mlp_linear_1 input_grad 3, mlp_linear_1 weight_grad 3"
     )
-    assert found.origin["not_settled"] == "mlp_linear_1 forward, mlp_linear_1 input_grad, mlp_linear_1 weight_grad"
+    names = "mlp_linear_1 forward, mlp_linear_1 input_grad, mlp_linear_1 weight_grad"
+    assert found.origin["not_settled"] == f"3 of 34 measurements: {names}"
+    assert found.origin["warning_not_settled"] == (
+        f"3 of 34 measurements did not settle within 1 % (IQR / median): {names}"
+    )
 
 
 def test_without_a_budget_a_slow_kernel_gets_its_samples(job: Job, bench: Bench, tmp_path: Path) -> None:
@@ -342,7 +346,33 @@ def test_the_sum_check_warns_beyond_a_tenth(job: Job) -> None:
     assert "warning_sum_of_parts" not in origin
     slow = {"forward": Samples((800.0, 800.0), True), "input_grad": Samples((1300.0, 1300.0), True)}
     origin = origin_of(job, result(0, job, 1.0, layer=slow))
-    assert origin["warning_sum_of_parts"] == "more than 10% from the whole layer: forward 1.250"
+    assert origin["warning_sum_of_parts"] == (
+        "the sum of the kernels is 1.250 x the measured layer in forward (more than 10% apart)"
+    )
+    both = {"forward": Samples((2000.0, 2000.0), True), "input_grad": Samples((700.0, 700.0), True)}
+    assert origin_of(job, result(0, job, 1.0, layer=both))["warning_sum_of_parts"] == (
+        "the sum of the kernels is 0.500 x the measured layer in forward and 2.000 x the measured layer in backward "
+        "(more than 10% apart)"
+    )
+
+
+def test_of_many_measurements_the_first_three_are_named(job: Job) -> None:
+    """Each use of the profile repeats these lines: 15 kernels, 13 input and 6 weight gradients are 34 measurements."""
+    first = result(0, job, 1.0)
+    assert not {"warning_not_settled", "warning_samples"} & set(origin_of(job, first))
+    few = Samples((1.0, 2.0), settled=False)
+    names = list(first.kernels)[:4]  # Emb, layernorm, atten_qkv, atten_flash: 2 + 2 + 3 + 2 measurements
+    noisy = {name: dict.fromkeys(times, few) if name in names else times for name, times in first.kernels.items()}
+    origin = origin_of(job, replace(first, kernels=noisy))
+    assert origin["not_settled"] == ("9 of 34 measurements, such as Emb forward, Emb weight_grad, layernorm forward")
+    assert origin["warning_not_settled"] == (
+        "9 of 34 measurements did not settle within 1 % (IQR / median), such as Emb forward, Emb weight_grad, "
+        "layernorm forward"
+    )
+    assert origin["warning_samples"] == (
+        "9 of 34 measurements got fewer than 10 samples within the time budget, such as Emb forward 2, "
+        "Emb weight_grad 2, layernorm forward 2"
+    )
 
 
 def test_the_layer_of_a_mixture_has_experts_and_no_dense_mlp() -> None:
