@@ -131,13 +131,15 @@ def _generate(typed: dict[str, Any]) -> None:
 
 
 def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> None:
-    if typed.get("json") and summaries:
+    if not summaries:  # a rank of torchrun that only measured
+        return
+    if typed.get("json"):
         import json
 
         typer.echo(json.dumps(summaries if typed.get("pp_rank") == "all" else summaries[0], indent=2))
     elif typed.get("quiet"):
         typer.echo("\n".join(summary["file"] for summary in summaries))
-    elif summaries:
+    else:
         from aicb.summary import render
 
         typer.echo("\n\n".join(render(summary) for summary in summaries))

@@ -49,7 +49,9 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
     if not typed.get("force"):
         for one in built:  # all or nothing
             one.is_written(typed)
-    return [_write(one, typed, configured.notes, warn) for one in built]
+    for warning in dict.fromkeys(warning for one in built for warning in one.times.warnings):  # stages share most
+        warn(warning)
+    return [_write(one, typed, configured.notes) for one in built]
 
 
 class Built(NamedTuple):
@@ -142,9 +144,7 @@ def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
     return profile_job(job, settings, name_of)
 
 
-def _write(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...], warn: Callable[[str], None]) -> Summary:
-    for warning in one.times.warnings:
-        warn(warning)
+def _write(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...]) -> Summary:
     content = one.content(typed)
     simai.write(*content, typed.get("force", False))
     minimum = typed.get("min_comm_bytes", 0)

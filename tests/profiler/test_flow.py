@@ -58,17 +58,21 @@ def test_two_ranks_from_profile_to_checked_workload(name: str, tmp_path: Path) -
     assert int(row.split()[5]) == round(found.sections["param_time"].avg * 1000)
 
 
+def interrupt_once_it_measures(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if re.search(r"profiling [3-9]/", line):
+            break
+    process.send_signal(signal.SIGINT)
+
+
 def test_a_killed_run_leaves_no_profile(tmp_path: Path) -> None:
     """SIGINT goes to torchrun, as Ctrl-C does; nothing that looks complete may stay."""
     command = [*TORCHRUN, *TINY.split(), *MODELS["dense"].split(), "--seq_length", "512", "--time_budget", "60"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if re.search(r"profiling [3-9]/", line):
-                break
-        process.send_signal(signal.SIGINT)
-        process.stderr.read()
-        assert process.wait(timeout=60) != 0
+        interrupt_once_it_measures(process)
+        process.communicate()
+        assert process.returncode != 0
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -76,13 +80,9 @@ def test_an_interrupted_process_says_so_and_leaves_nothing(tmp_path: Path) -> No
     command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
     command += ["--seq_length", "512", "--time_budget", "60"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if re.search(r"profiling [3-9]/", line):
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(timeout=60) == 130
+        interrupt_once_it_measures(process)
+        rest = process.communicate()[1]
+        assert process.returncode == 130
     assert "aicb: error: interrupted" in rest
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
