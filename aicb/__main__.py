@@ -14,9 +14,11 @@ def run(*command: str) -> NoReturn:
     its work was seen to abort (exit code -6) in C++ threads of torch and gloo, and torchrun takes that for a failed
     run.
     """
+    rank = "RANK" in os.environ
     try:
         for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-            if signal.getsignal(number) == signal.SIG_DFL:
+            # A rank that waits for the others inside torch would never get to run the handler.
+            if signal.getsignal(number) == signal.SIG_DFL and not rank:
                 signal.signal(number, _end)
         from aicb.cli import main  # here, so that a signal that comes meanwhile is handled too
 
@@ -24,7 +26,7 @@ def run(*command: str) -> NoReturn:
         code = main([*command, *sys.argv[1:]])
     except KeyboardInterrupt:
         code = 130
-    if "RANK" in os.environ:
+    if rank:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -35,6 +35,7 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
     stages = _stages(configured.job, typed.get("pp_rank", "0"))
     if _measures(typed):
         _refuse_existing([_path(job, typed) for job in stages], typed)
+        _writable(_path(stages[0], typed).parent, "result_dir")
         measured = measure(stages[0], typed)
         if measured is None:
             return []
@@ -91,6 +92,15 @@ def _refuse_existing(paths: list[Path], typed: Mapping[str, Any]) -> None:
         )
 
 
+def _writable(folder: Path, option: str) -> None:
+    """Find out before measuring that the outcome could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--{option} {folder}: {error.strerror}") from error
+    require(os.access(folder, os.W_OK), f"--{option} {folder}: cannot be written to")
+
+
 def _check_times(typed: Mapping[str, Any]) -> list[str]:
     """Refuse options about times that contradict each other; return a warning for each that has no effect."""
     measured = "comp_filepath" in typed or typed.get("aiob_enable", False)
@@ -137,8 +147,7 @@ def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
     def name_of(gpu: str) -> Path:
         path = folder / profile_name(job, gpu)
         _refuse_existing([path], typed)
-        folder.mkdir(parents=True, exist_ok=True)
-        require(os.access(folder, os.W_OK), f"--profile_dir {folder}: cannot be written to")
+        _writable(folder, "profile_dir")
         return path
 
     return profile_job(job, settings, name_of)

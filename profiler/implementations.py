@@ -146,7 +146,8 @@ def flash_refusal(qk_width: int, v_width: int) -> str:
 
 def _choose_attention(job: Job, device: torch.device) -> tuple[Choice, Attend]:
     if not job.training.use_flash_attn:
-        return Choice("unfused", "--use_flash_attn is off"), attend_unfused
+        why = "flash attention has no float32 kernels" if job.training.dtype == "float32" else "--use_flash_attn is off"
+        return Choice("unfused", why), attend_unfused
     qk, v = attention_widths(job)
     heads, groups = job.model.num_attention_heads // job.tp, job.model.num_query_groups // job.tp
     dtype = getattr(torch, job.training.dtype)

@@ -82,7 +82,9 @@ def _write(job: Job, settings: Settings, named: Path, results: list[RankResult])
     """Write the samples, then the profile: a profile that exists is complete."""
     path = named if settings.output is None else settings.output
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    profile = profile_of(job, results, path=str(path), train_iter=settings.train_iter, l2=settings.l2, date=now)
+    profile = profile_of(
+        job, results, path=str(path), train_iter=max(settings.train_iter, MIN_SAMPLES), l2=settings.l2, date=now
+    )
     with atomic_write(samples_path(path)) as file:
         file.write(raw_json(profile, results))
     write_profile(profile, path)

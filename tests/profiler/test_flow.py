@@ -134,3 +134,25 @@ def test_without_torch_the_error_names_both_ways_out(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "torch is not installed" in done.stderr
     assert "--comp_filepath" in done.stderr
+
+
+def test_a_rank_that_waits_for_the_others_ends_when_told(tmp_path: Path) -> None:
+    """Inside torch's rendezvous no Python handler runs, so SIGTERM must keep its default there."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    alone = {**environment(), **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29771"}
+    command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
+    with subprocess.Popen(command, cwd=tmp_path, env=alone, stderr=subprocess.DEVNULL) as process:
+        time.sleep(8)  # torch is loaded, and rank 1 never comes
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_an_unwritable_result_folder_is_found_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
+    command += ["--result_dir", "file/below"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("aicb: error: --result_dir file/below: ")
+    assert done.stderr.count("\n") == 1

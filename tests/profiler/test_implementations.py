@@ -155,8 +155,10 @@ def test_heads_not_a_multiple_of_8_are_not_given_to_flash_attn(install: Install)
 
 
 def test_flash_attention_switched_off_is_unfused() -> None:
-    choice = choose(small_job("gpt"), CPU).attention
+    choice = choose(small_job("gpt", "bfloat16", flash=False), CPU).attention
     assert (choice.name, choice.reason) == ("unfused", "--use_flash_attn is off")
+    choice = choose(small_job("gpt", "float32", flash=False), CPU).attention
+    assert (choice.name, choice.reason) == ("unfused", "flash attention has no float32 kernels")
 
 
 def check_norms(job_kind: str, hidden: int, name: str, reason: str) -> None:
