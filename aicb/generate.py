@@ -47,12 +47,12 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
         if profile is None:
             warn("--pp_rank slowest without a profile: placeholder times only count rows")
         built = [max(built, key=lambda one: sum(one.iteration.compute_ns()))]
-    if not typed.get("force"):
-        for one in built:  # all or nothing
-            one.is_written(typed)
+    pending = [one for one in built if typed.get("force") or not one.is_written(typed)]  # all or nothing
     for warning in dict.fromkeys(warning for one in built for warning in one.times.warnings):  # stages share most
         warn(warning)
-    return [_write(one, typed, configured.notes) for one in built]
+    for one in pending:
+        simai.write(*one.content(typed), typed.get("force", False))
+    return [_summary(one, typed, configured.notes) for one in built]
 
 
 class Built(NamedTuple):
@@ -153,15 +153,13 @@ def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
     return profile_job(job, settings, name_of)
 
 
-def _write(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...]) -> Summary:
-    content = one.content(typed)
-    simai.write(*content, typed.get("force", False))
+def _summary(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...]) -> Summary:
     minimum = typed.get("min_comm_bytes", 0)
     if minimum:
         left_out = build(one.job, one.times).collectives() - one.iteration.collectives()
         size = units.size(sum(sent.bytes * count for (_, sent), count in left_out.items()))
         notes += (f"--min_comm_bytes {minimum}: {left_out.total():,} collectives left out, {size} in all",)
-    return summarise(one.job, one.times, one.iteration, content[0], notes)
+    return summarise(one.job, one.times, one.iteration, _path(one.job, typed), notes)
 
 
 def _stages(job: Job, pp_rank: str) -> list[Job]:

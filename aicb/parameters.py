@@ -84,8 +84,8 @@ def rank_parameters(all_tensors: Iterable[Tensor], dp: int, expert_dp: int, dist
     """
     held = list(all_tensors)
     expert = [tensor for tensor in held if tensor.expert]
-    shared = [tensor for tensor in held if tensor.own_bucket and distributed]
-    rest = [tensor for tensor in held if tensor not in expert and tensor not in shared]
+    shared = [tensor for tensor in held if tensor.own_bucket]
+    rest = [tensor for tensor in held if not tensor.expert and not tensor.own_bucket]
     dense = _count(rest) + _count(shared)
     return RankParameters(
         dense=dense,

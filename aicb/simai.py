@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from aicb import __version__
-from aicb.collectives import Collective
+from aicb.collectives import Collective, Groups
 from aicb.errors import UserError, require
 from aicb.files import atomic_write
 from aicb.job import Job
@@ -39,15 +38,6 @@ COLUMNS = ("fwd", "ig", "wg")
 # Which group a word's suffix names, by column; a suffix that is not listed there means something else to the simulator.
 SUFFIXES = {"fwd": {"": "TP", "_EP": "EP"}, "ig": {"": "TP", "_EP": "EP"}, "wg": {"": "DP", "_DP_EP": "DP_EP"}}
 CHUNK = 1 << 20
-
-
-class Sizes(NamedTuple):
-    """Ranks of each group, as a header states them."""
-
-    tp: int
-    ep: int
-    dp: int
-    dp_ep: int
 
 
 def header(job: Job, iterations: int, min_comm_bytes: int = 0) -> dict[str, int]:
@@ -94,7 +84,7 @@ def row_fields(row: Row) -> list[str]:
     return [*fields, "100"]
 
 
-def group_faults(column: str, kind: str, size: int, sizes: Sizes | None) -> Iterator[str]:
+def group_faults(column: str, kind: str, size: int, groups: Groups | None) -> Iterator[str]:
     """Yield what is wrong with one communication word and its size."""
     if kind == "NONE":
         if size:
@@ -111,7 +101,7 @@ def group_faults(column: str, kind: str, size: int, sizes: Sizes | None) -> Iter
         return
     if size == 0:
         yield f"{column}_bytes is 0 beside {kind}: write NONE 0"
-    if sizes is not None and getattr(sizes, group.lower()) == 1:
+    if groups is not None and getattr(groups, group.lower()) == 1:
         yield f"{column}_comm {kind}: its {group} group has one rank: write NONE 0"
     limited = (group == "TP" and name != "ALLREDUCE") or (group == "EP" and name == "ALLTOALL")
     if limited and size > GROUP_BYTES_MAX:
@@ -119,8 +109,8 @@ def group_faults(column: str, kind: str, size: int, sizes: Sizes | None) -> Iter
         yield f"{column}_bytes {size} of {kind} is {over}"
 
 
-def row_faults(fields: list[str], sizes: Sizes | None) -> list[str]:
-    """Return what is wrong with one row; `sizes` None when the header could not be read."""
+def row_faults(fields: list[str], groups: Groups | None) -> list[str]:
+    """Return what is wrong with one row; `groups` None when the header could not be read."""
     if len(fields) != len(FIELDS):
         return [f"{len(fields)} fields, expected {len(FIELDS)}: {' '.join(FIELDS)}"]
     faults = []
@@ -133,7 +123,7 @@ def row_faults(fields: list[str], sizes: Sizes | None) -> list[str]:
         hangs = ": the simulator hangs or ends without a result"
         faults += number_faults(f"{column}_time", time, TIME_MAX, hangs)
         of_size = number_faults(f"{column}_bytes", size, SIZE_MAX)
-        faults += of_size or group_faults(column, kind, int(size), sizes)
+        faults += of_size or group_faults(column, kind, int(size), groups)
     return faults + number_faults("process_time", fields[11], INT_MAX)
 
 
@@ -183,11 +173,11 @@ def _split_faults(known: Mapping[str, int]) -> list[str]:
     return []
 
 
-def group_sizes(values: Mapping[str, int]) -> Sizes:
+def group_sizes(values: Mapping[str, int]) -> Groups:
     """Return the group sizes of a sound header."""
     tp, pp, ep = (values[key] for key in ("model_parallel_NPU_group", "pp", "ep"))
     dp = values["all_gpus"] // (tp * pp)
-    return Sizes(tp, ep, dp, dp // ep)
+    return Groups(tp, ep, dp, dp // ep)
 
 
 def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> Iterator[bytes]:
@@ -201,8 +191,8 @@ def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> It
     for fault in header_faults(values):
         flags = next((flags for key, flags in HEADER_FLAGS.items() if fault.startswith(key)), "")
         raise UserError(f"the simulator cannot read this workload: {fault}{flags}")
-    sizes = group_sizes(values)
-    head, body, tail = (_lines(part, sizes) for part in (iteration.start, iteration.micro_batch, iteration.end))
+    groups = group_sizes(values)
+    head, body, tail = (_lines(part, groups) for part in (iteration.start, iteration.micro_batch, iteration.end))
     pairs = " ".join(f"{key}: {value}" for key, value in values.items())
     yield f"{KEYWORD} {pairs}\n{rows}\n".encode()
     at_once = max(1, CHUNK // max(1, len(body)))
@@ -214,12 +204,12 @@ def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> It
         yield body * (iteration.ga % at_once) + tail
 
 
-def _lines(rows: tuple[Row, ...], sizes: Sizes) -> bytes:
+def _lines(rows: tuple[Row, ...], groups: Groups) -> bytes:
     seen: dict[Row, str] = {}  # layers repeat
     for row in rows:
         if row not in seen:
             fields = row_fields(row)
-            for fault in row_faults(fields, sizes):
+            for fault in row_faults(fields, groups):
                 advice = "lower --micro_batch or --seq_length, or split the model over more ranks"
                 if "_time" in fault:
                     advice = "look at the profile or --fixed_compute_ns, or split the model over more ranks"

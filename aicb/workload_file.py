@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from aicb.collectives import Groups
 from aicb.errors import UserError, require
 from aicb.simai import (
     COLUMNS,
@@ -16,7 +17,6 @@ from aicb.simai import (
     INT_MAX,
     KEYWORD,
     SUFFIXES,
-    Sizes,
     group_sizes,
     header_faults,
     row_faults,
@@ -90,11 +90,11 @@ def check(path: Path) -> Iterator[Finding]:
     head, second, rest = first_lines(path)
     values, faults = parse_header(head)
     yield from (Finding(1, fault) for fault in faults)
-    sizes = None if faults else group_sizes({key: value for key, value in values.items() if value is not None})
+    groups = None if faults else group_sizes({key: value for key, value in values.items() if value is not None})
     stated = row_count(second)
     if stated is None:
         yield Finding(2, f"expected the number of rows alone, not {_text(second).strip()[:40]!r}")
-    rows = yield from _row_findings(rest, sizes)
+    rows = yield from _row_findings(rest, groups)
     if rows == stated == 0:
         yield Finding(2, "no rows: a workload of nothing")
     if stated is not None and rows != stated:
@@ -102,7 +102,7 @@ def check(path: Path) -> Iterator[Finding]:
         yield Finding(2, f"{stated} rows announced, {rows} found: {effect}")
 
 
-def _row_findings(rest: Iterator[list[bytes]], sizes: Sizes | None) -> Generator[Finding, None, int]:
+def _row_findings(rest: Iterator[list[bytes]], groups: Groups | None) -> Generator[Finding, None, int]:
     """Yield the defects of the rows, from line 3; return how many rows there are."""
     sound: set[bytes] = set()  # micro-batches repeat, so a block mostly holds lines already seen
     number, rows, blank = 3, 0, 0
@@ -120,7 +120,7 @@ def _row_findings(rest: Iterator[list[bytes]], sizes: Sizes | None) -> Generator
                     yield Finding(blank, "an empty line between rows")
                     blank = 0
             if line.strip() and line not in sound:
-                found = row_faults(_fields(line), sizes)
+                found = row_faults(_fields(line), groups)
                 for fault in found:
                     yield Finding(number, fault)
                 if not found and len(sound) < LINES_KEPT:

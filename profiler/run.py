@@ -49,8 +49,6 @@ class Settings:
     """Whether the last-level cache is flushed before each call."""
     time_budget: float | None = None
     """Seconds for the whole measuring on a rank."""
-    output: Path | None = None
-    """The profile's path; None: the one that name_of gives."""
     show_progress: bool = True
 
     def __post_init__(self) -> None:
@@ -78,9 +76,8 @@ def profile_job(job: Job, settings: Settings, name_of: Callable[[str], Path]) ->
     return ranks.together(lambda: _write(job, settings, named, everyone) if not ranks.rank else None)
 
 
-def _write(job: Job, settings: Settings, named: Path, results: list[RankResult]) -> Path:
+def _write(job: Job, settings: Settings, path: Path, results: list[RankResult]) -> Path:
     """Write the samples, then the profile: a profile that exists is complete."""
-    path = named if settings.output is None else settings.output
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     profile = profile_of(
         job, results, path=str(path), train_iter=max(settings.train_iter, MIN_SAMPLES), l2=settings.l2, date=now

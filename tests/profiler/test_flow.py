@@ -38,10 +38,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_from_profile_to_checked_workload(name: str, tmp_path: Path) -> None:
     command = [*TORCHRUN, *TINY.split(), *MODELS[name].split(), "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)  # one rank prints, and nothing but the summary
     assert summary["gradients"] == "measured"
@@ -104,7 +108,7 @@ def test_a_profile_is_replaced_only_with_force(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
     path = tmp_path / done.stdout.strip()
     before = path.read_bytes()
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = run(command, tmp_path)
     assert done.returncode == 2
     assert "--force" in done.stderr
     assert "profiling" not in done.stderr  # refused before anything was measured
@@ -119,7 +123,7 @@ def test_without_a_gpu_the_error_names_both_ways_out(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     command = [sys.executable, "-m", "aicb", "generate", "-m", "7", "--aiob_enable"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = run(command, tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--comp_filepath" in done.stderr
@@ -129,7 +133,7 @@ def test_without_a_gpu_the_error_names_both_ways_out(tmp_path: Path) -> None:
 def test_without_torch_the_error_names_both_ways_out(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from aicb.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "generate", "-m", "7", "--aiob_enable"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = run(command, tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "torch is not installed" in done.stderr
@@ -152,7 +156,7 @@ def test_an_unwritable_result_folder_is_found_before_measuring(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
     command += ["--result_dir", "file/below"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    done = run(command, tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("aicb: error: --result_dir file/below: ")
     assert done.stderr.count("\n") == 1

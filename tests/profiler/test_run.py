@@ -171,12 +171,6 @@ def test_each_kernels_tensors_go_before_the_next_come(job: Job, bench: Bench, tm
     assert steps == [step for name in bench.names for step in (f"build {name}", "release")] + ["release"]
 
 
-def test_output_wins_over_the_made_up_name(job: Job, bench: Bench, tmp_path: Path) -> None:
-    assert bench.names
-    assert profiled(job, tmp_path, output=tmp_path / "mine.txt") == tmp_path / "mine.txt"
-    assert (tmp_path / "mine.json").exists()
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, RuntimeError, UserError])
 def test_a_failure_midway_leaves_the_files_as_they_were(
     job: Job, bench: Bench, tmp_path: Path, failure: type[BaseException]
