@@ -148,7 +148,7 @@ def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> 
 @app.command("check")
 def check_command(files: Annotated[list[Path], typer.Argument(help="workload files")]) -> None:
     """Check workloads against every rule of the format."""
-    from aicb.workload_file import FINDINGS_MAX, check
+    from aicb.workload.reading import FINDINGS_MAX, check
 
     faulty = False
     for path in files:
@@ -191,7 +191,7 @@ def models_command(
 ) -> None:
     """List the presets, or print one as TOML."""
     if export is not None:
-        from aicb.modelfile import export_toml
+        from aicb.models.toml import export_toml
 
         typer.echo(export_toml(export), nl=False)
         return

@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aicb import simai, units
-from aicb.configure import configure
+from aicb import units
+from aicb.config.configure import configure
+from aicb.config.job import Job
 from aicb.errors import UserError, require
-from aicb.job import Job
 from aicb.naming import gpu_slug, profile_name, workload_name
 from aicb.options import MEASURING, OPTIONS
-from aicb.profile import Profile, read_profile
 from aicb.summary import Summary, summarise
-from aicb.times import ComputeTimes, fixed_times, profile_times
+from aicb.times.compute import ComputeTimes, fixed_times, profile_times
+from aicb.times.profile import Profile, read_profile
 from aicb.units import whole_number
-from aicb.workload import Iteration, build
+from aicb.workload import simai
+from aicb.workload.rows import Iteration, build
 
 RESULT_DIR = "results/workload"
 PROFILE_DIR = "results/aiob_outputs"

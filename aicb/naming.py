@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aicb.job import Job
+from aicb.config.job import Job
 
 
 def workload_name(job: Job, gpu: str | None, fixed_times: bool) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from aicb import units
-from aicb.model import PRESETS, make_model
-from aicb.parameters import whole_model_parameters
-from aicb.profile import Profile, read_profile
-from aicb.rates import Rate, compare, peak_of, rates
-from aicb.simai import COLUMNS, KEYWORD
-from aicb.workload_file import first_lines, totals
+from aicb.config.model import make_model
+from aicb.config.parameters import whole_model_parameters
+from aicb.config.presets import PRESETS
+from aicb.times.profile import Profile, read_profile
+from aicb.times.rates import Rate, compare, peak_of, rates
+from aicb.workload.reading import first_lines, totals
+from aicb.workload.simai import COLUMNS, KEYWORD
 
 
 def show(path: Path) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from aicb import units
-from aicb.job import Job
-from aicb.kernels import optimizer_elements
-from aicb.parameters import whole_model_parameters
-from aicb.times import ComputeTimes, unused_on_stage
-from aicb.workload import Iteration
+from aicb.config.job import Job
+from aicb.config.parameters import whole_model_parameters
+from aicb.step.kernels import optimizer_elements
+from aicb.times.compute import ComputeTimes, unused_on_stage
+from aicb.workload.rows import Iteration
 
 Summary = dict[str, Any]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from aicb.configure import configure
-from aicb.job import Job
+from aicb.config.configure import configure
+from aicb.config.job import Job
 from benchmarks.bench import processor
 from profiler.builders import Built, build
 from profiler.device import Cpu

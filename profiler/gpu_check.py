@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from aicb import units
-from aicb.configure import configure
+from aicb.config.configure import configure
 from aicb.errors import UserError
-from aicb.profile import Profile, read_profile
-from aicb.rates import compare, peak_of, rates
+from aicb.times.profile import Profile, read_profile
+from aicb.times.rates import compare, peak_of, rates
 from profiler.run import Settings, profile_job, samples_path
 
 RUNS: dict[str, dict[str, Any]] = {

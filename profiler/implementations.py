@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import attention_widths, kernel_table
+from aicb.step.kernels import attention_widths, kernel_table
 from profiler.attention import Attend, FlashAttn, SdpaFlash, attend_unfused
 from profiler.grouped import Grouped, GroupedGemm, Loop
 

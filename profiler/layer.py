@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aicb.job import Job
-from aicb.kernels import FLASH, Kernel, kernel_table
+from aicb.config.job import Job
+from aicb.step.kernels import FLASH, Kernel, kernel_table
 from profiler import functions
 from profiler.builders import Built, Request
 from profiler.builders.built import differentiated

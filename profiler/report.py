@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from aicb import __version__
-from aicb.job import Job
-from aicb.kernels import Kernel, kernel_table, optimizer_elements, slice_of
-from aicb.profile import KernelTime, Profile
+from aicb.config.job import Job
+from aicb.step.kernels import Kernel, kernel_table, optimizer_elements, slice_of
+from aicb.times.profile import KernelTime, Profile
 from profiler.measure import SETTLED_SPREAD, Samples, pool
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"

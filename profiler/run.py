@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from aicb.config.job import Job
 from aicb.errors import UserError, require
 from aicb.files import atomic_write
-from aicb.job import Job
-from aicb.kernels import GEMM, INPUT, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
-from aicb.profile import write_profile
+from aicb.step.kernels import GEMM, INPUT, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
+from aicb.times.profile import write_profile
 from profiler.builders import Built, build, needed_bytes
 from profiler.device import DEVICES, Device, pick_device
 from profiler.implementations import Choices, choose

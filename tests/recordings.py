@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aicb.job import Job
-from aicb.model import make_model
-from aicb.parallel import ParallelConfig
-from aicb.training import TrainingConfig
+from aicb.config.job import Job
+from aicb.config.model import make_model
+from aicb.config.parallel import ParallelConfig
+from aicb.config.training import TrainingConfig
 
 FOLDER = Path(__file__).parent / "megatron"
 Sent = Counter[tuple[str, str, str, int]]  # (column, kind, group, bytes)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from aicb.collectives import Collective
-from aicb.parameters import tensors
-from aicb.simai import header, text
-from aicb.times import fixed_times
-from aicb.workload import build
-from aicb.workload_file import totals
+from aicb.config.parameters import tensors
+from aicb.step.collectives import Collective
+from aicb.times.compute import fixed_times
+from aicb.workload.reading import totals
+from aicb.workload.rows import build
+from aicb.workload.simai import header, text
 from tests.recordings import FOLDER, Sent, job_of, load, recorded
 
 RECORDINGS = sorted(FOLDER.glob("*.json"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aicb.cli import main
-from aicb.workload_file import check, totals
+from aicb.workload.reading import check, totals
 
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = str(REPOSITORY / "workload" / "aiob_inputs" / "Example.txt")

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aicb.config.model import ModelConfig, make_model
+from aicb.config.parameters import whole_model_parameters
+from aicb.config.presets import preset
 from aicb.errors import UserError
-from aicb.model import ModelConfig, make_model, preset
-from aicb.modelfile import load
-from aicb.parameters import whole_model_parameters
+from aicb.models.load import load
 
 CONFIGS = Path(__file__).resolve().parent / "data" / "huggingface"
 LLAMA_STYLE = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from aicb.configure import configure
-from aicb.job import Job
-from aicb.kernels import Kernel, kernel_table, optimizer_elements, slice_of
-from aicb.model import ModelConfig
-from aicb.parallel import ParallelConfig
-from aicb.profile import KernelTime, Profile, mismatches
-from aicb.training import TrainingConfig
+from aicb.config.configure import configure
+from aicb.config.job import Job
+from aicb.config.model import ModelConfig
+from aicb.config.parallel import ParallelConfig
+from aicb.config.training import TrainingConfig
+from aicb.step.kernels import Kernel, kernel_table, optimizer_elements, slice_of
+from aicb.times.profile import KernelTime, Profile, mismatches
 
 
 class Expected(NamedTuple):

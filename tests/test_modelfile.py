@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aicb.config.model import ModelConfig, make_model
+from aicb.config.presets import PRESETS, preset
 from aicb.errors import UserError
 from aicb.files import MAX_BYTES
-from aicb.model import PRESETS, ModelConfig, make_model, preset
-from aicb.modelfile import export_toml, load, looks_like_path
+from aicb.models.load import load, looks_like_path
+from aicb.models.toml import export_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 HUGGINGFACE = ROOT / "tests" / "data" / "huggingface"
@@ -289,8 +291,9 @@ def test_any_bytes_are_refused_or_load(data: bytes, suffix: str) -> None:
 
 def test_importing_it_costs_nothing_that_is_not_needed() -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import aicb.modelfile; "
-        "print(sorted({'json', 'tomllib', 'tomli', 'difflib', 'aicb.huggingface', 'aicb.options'} & set(sys.modules)))"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import aicb.models.load; "
+        "unwanted = {'json', 'tomllib', 'tomli', 'difflib', 'aicb.models.toml', 'aicb.models.huggingface'}; "
+        "print(sorted(unwanted & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

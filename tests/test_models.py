@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from aicb.configure import configure
+from aicb.config.configure import configure
+from aicb.config.model import ModelConfig, make_model
+from aicb.config.parameters import whole_model_parameters
+from aicb.config.presets import PRESETS
 from aicb.errors import UserError
-from aicb.model import PRESETS, ModelConfig, make_model
-from aicb.parameters import whole_model_parameters
 
 # Published parameter counts (unpadded vocabulary; DeepSeek-V3 without multi-token prediction and router bias).
 PARAMETERS = {

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aicb.files import MAX_BYTES, atomic_write
-from aicb.profile import (
+from aicb.times.profile import (
     KernelTime,
     Profile,
     ProfileError,
@@ -373,7 +373,7 @@ def test_mismatches_lists_each_differing_field() -> None:
 
 def test_import_stays_cheap() -> None:
     code = (
-        f"import sys; before = set(sys.modules); sys.path.insert(0, {str(ROOT)!r}); import aicb.profile;"
+        f"import sys; before = set(sys.modules); sys.path.insert(0, {str(ROOT)!r}); import aicb.times.profile;"
         "print(sorted({'torch', 'numpy', 'pandas', 'json', 'typer'} & (set(sys.modules) - before)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -9,15 +9,15 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from aicb.configure import configure
+from aicb.config.configure import configure
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import kernel_table, slice_of
-from aicb.profile import KernelTime, Profile
-from aicb.simai import header, text
-from aicb.times import ComputeTimes, fixed_times, profile_times
-from aicb.workload import Iteration, build
-from aicb.workload_file import check, totals
+from aicb.step.kernels import kernel_table, slice_of
+from aicb.times.compute import ComputeTimes, fixed_times, profile_times
+from aicb.times.profile import KernelTime, Profile
+from aicb.workload.reading import check, totals
+from aicb.workload.rows import Iteration, build
+from aicb.workload.simai import header, text
 
 
 @st.composite

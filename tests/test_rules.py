@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aicb.configure import configure
+from aicb.config.configure import configure
 from aicb.errors import UserError
 
 MIXTRAL = {"model_size": "moe", "enable_sequence_parallel": True}

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aicb import simai
-from aicb.collectives import Collective
-from aicb.configure import configure
+from aicb.config.configure import configure
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.times import Nanoseconds, fixed_times
-from aicb.workload import Iteration, Row, build
-from aicb.workload_file import check, totals
+from aicb.step.collectives import Collective
+from aicb.times.compute import Nanoseconds, fixed_times
+from aicb.workload import simai
+from aicb.workload.reading import check, totals
+from aicb.workload.rows import Iteration, Row, build
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYWORD = "HYBRID_TRANSFORMER_FWD_IN_BCKWD"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from aicb.configure import configure
+from aicb.config.configure import configure
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import kernel_table, slice_of
-from aicb.profile import KernelTime, Profile, parse_profile, read_profile
-from aicb.simai import header, text
-from aicb.times import ComputeTimes, fixed_times, profile_times, unused_on_stage
-from aicb.workload import build
+from aicb.step.kernels import kernel_table, slice_of
+from aicb.times.compute import ComputeTimes, fixed_times, profile_times, unused_on_stage
+from aicb.times.profile import KernelTime, Profile, parse_profile, read_profile
+from aicb.workload.rows import build
+from aicb.workload.simai import header, text
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "workload" / "aiob_inputs" / "Example.txt"
 Columns = tuple[int, int, int]  # ns of fwd, ig, wg

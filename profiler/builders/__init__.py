@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from aicb.job import Job
-from aicb.kernels import Kernel
+from aicb.config.job import Job
+from aicb.step.kernels import Kernel
 from profiler.builders import attention, dense, experts, training
 from profiler.builders.built import Built, Request
 from profiler.implementations import Choices

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import WEIGHT, Kernel
+from aicb.step.kernels import WEIGHT, Kernel
 from profiler.implementations import Choices
 
 WEIGHT_SCALE = 0.02

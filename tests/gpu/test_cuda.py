@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from aicb.errors import UserError
-from aicb.kernels import kernel_table
-from aicb.profile import read_profile
+from aicb.step.kernels import kernel_table
+from aicb.times.profile import read_profile
 from profiler.builders import Built, build
 from profiler.device import Cuda, pick_device
 from profiler.implementations import choose

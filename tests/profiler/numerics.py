@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aicb.job import Job
-from aicb.kernels import Kernel, kernel_table
-from aicb.model import make_model
-from aicb.parallel import ParallelConfig
-from aicb.training import TrainingConfig
+from aicb.config.job import Job
+from aicb.config.model import make_model
+from aicb.config.parallel import ParallelConfig
+from aicb.config.training import TrainingConfig
+from aicb.step.kernels import Kernel, kernel_table
 from profiler.implementations import Choices, choose
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other

@@ -13,12 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from aicb.config.job import Job
+from aicb.config.model import make_model
+from aicb.config.parallel import ParallelConfig
+from aicb.config.presets import PRESETS
+from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import Kernel, kernel_table
-from aicb.model import PRESETS, make_model
-from aicb.parallel import ParallelConfig
-from aicb.training import TrainingConfig
+from aicb.step.kernels import Kernel, kernel_table
 from profiler.builders import OPS, Built, build, needed_bytes
 from profiler.builders.built import differentiated
 from tests.profiler.numerics import (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from aicb.profile import read_profile
-from aicb.workload_file import check
+from aicb.times.profile import read_profile
+from aicb.workload.reading import check
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(REPOSITORY / "aicb.py")]

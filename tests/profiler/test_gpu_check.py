@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from aicb.errors import UserError
-from aicb.profile import parse_profile
-from aicb.rates import compare
+from aicb.times.profile import parse_profile
+from aicb.times.rates import compare
 from profiler import gpu_check
 from tests.profiler.fakes import ROOT
 

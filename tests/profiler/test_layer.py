@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.job import Job
 from profiler.builders import build
 from profiler.layer import build_layer
 from tests.profiler.numerics import CPU, JOBS, TOLERANCES, as_double, assert_close, chosen, kernels, small_job

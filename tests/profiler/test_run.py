@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from aicb import __version__
+from aicb.config.job import Job
+from aicb.config.model import ModelConfig
+from aicb.config.parallel import ParallelConfig
+from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import GEMM, INPUT, Kernel, kernel_table
-from aicb.model import ModelConfig
-from aicb.parallel import ParallelConfig
-from aicb.profile import read_profile
-from aicb.training import TrainingConfig
+from aicb.step.kernels import GEMM, INPUT, Kernel, kernel_table
+from aicb.times.profile import read_profile
 from profiler import run
 from profiler.builders import Built
 from profiler.implementations import Choice

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from aicb.config.job import Job
+from aicb.config.model import ESSENTIAL, LAYERS_MAX, ModelConfig, make_model
+from aicb.config.parallel import ParallelConfig
+from aicb.config.presets import DEFAULT_PRESET, PRESETS, preset
+from aicb.config.training import TrainingConfig
 from aicb.errors import UserError, require
-from aicb.job import Job
-from aicb.model import DEFAULT_PRESET, ESSENTIAL, LAYERS_MAX, PRESETS, ModelConfig, make_model, preset
-from aicb.parallel import ParallelConfig
-from aicb.training import TrainingConfig
 from aicb.units import whole_number
 
 DEFAULT_TP = 8
@@ -71,7 +72,7 @@ def _base(typed: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
             return {}, DEFAULT_TP, []
         name = DEFAULT_PRESET
     if name not in PRESETS:
-        from aicb.modelfile import load, looks_like_path  # only where it may be a file
+        from aicb.models.load import load, looks_like_path  # only where it may be a file
 
         if looks_like_path(name):
             loaded, warnings = load(name)

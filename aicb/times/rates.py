@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from aicb import units
+from aicb.config.job import Job
+from aicb.config.model import ModelConfig
+from aicb.config.parallel import ParallelConfig
+from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
-from aicb.job import Job
-from aicb.kernels import GEMM, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
-from aicb.model import ModelConfig
-from aicb.parallel import ParallelConfig
-from aicb.profile import KernelTime, Profile
-from aicb.training import TrainingConfig
+from aicb.step.kernels import GEMM, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
+from aicb.times.profile import KernelTime, Profile
 
 
 class Peak(NamedTuple):

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from aicb import collectives
-from aicb.collectives import Collective, Step
-from aicb.job import Job
-from aicb.kernels import Kernel
-from aicb.times import ComputeTimes, Nanoseconds
+from aicb.config.job import Job
+from aicb.step import collectives
+from aicb.step.collectives import Collective, Step
+from aicb.step.kernels import Kernel
+from aicb.times.compute import ComputeTimes, Nanoseconds
 
 
 class Row(NamedTuple):

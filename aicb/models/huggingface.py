@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aicb.architectures import ARCHITECTURES, BY_FLAGS, REFUSED, Architecture, Config, Rule
 from aicb.errors import UserError, nearest
-from aicb.modelfile import CONFIG_JSON, file_name, show
+from aicb.models.architectures import ARCHITECTURES, BY_FLAGS, REFUSED, Architecture, Config, Rule
+from aicb.models.values import CONFIG_JSON, file_name, show
 
 # Keys that change neither the parameters nor the work: tokens, initialization, dropout, numbers inside a norm or a
 # rotary table, weights of a loss, scores of routing, and how a program loads, prints or samples.

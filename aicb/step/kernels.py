@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from aicb.job import Job
+from aicb.config.job import Job
 
 GEMM, INPUT, WEIGHT, NONE = "gemm", "input", "weight", "none"
 EMBEDDING, HEAD = "Emb", ("layernorm_post", "logit_time")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from aicb.errors import UserError, require
-from aicb.modelfile import MAX_LAYERS, MAX_SIZE, checked_integer, show
+from aicb.models.values import MAX_LAYERS, MAX_SIZE, checked_integer, show
 
 BY_FLAGS = "give the architecture by flags (--num_layers --hidden_size --num_attention_heads ...) or as a .toml"
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "quick_gelu")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from aicb.job import Job
+from aicb.config.job import Job
 
 
 class Collective(NamedTuple):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from aicb import units
-from aicb.collectives import stage
+from aicb.config.job import Job
 from aicb.errors import UserError, require
-from aicb.job import Job
-from aicb.kernels import (
+from aicb.step.collectives import stage
+from aicb.step.kernels import (
     EMBEDDING,
     FLASH,
     GEMM,
@@ -25,7 +25,7 @@ from aicb.kernels import (
     optimizer_elements,
     slice_of,
 )
-from aicb.profile import KernelTime, Profile, mismatches
+from aicb.times.profile import KernelTime, Profile, mismatches
 
 NS_PER_US = 1000
 UNCHECKED = "the profile does not say which model and split it was measured for: used unchecked"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm, prod
 
-from aicb.model import ModelConfig
+from aicb.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from aicb.collectives import Groups
 from aicb.errors import UserError, require
-from aicb.simai import (
+from aicb.step.collectives import Groups
+from aicb.units import whole_number
+from aicb.workload.simai import (
     COLUMNS,
     FIELDS,
     HEADER_KEYS,
@@ -21,7 +22,6 @@ from aicb.simai import (
     header_faults,
     row_faults,
 )
-from aicb.units import whole_number
 
 LINE_MAX = 1 << 16
 LINES_KEPT = 100_000

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from aicb import __version__
-from aicb.collectives import Collective, Groups
+from aicb.config.job import Job
 from aicb.errors import UserError, require
 from aicb.files import atomic_write
-from aicb.job import Job
-from aicb.workload import Iteration, Row
+from aicb.step.collectives import Collective, Groups
+from aicb.workload.rows import Iteration, Row
 
 KEYWORD = "HYBRID_TRANSFORMER_FWD_IN_BCKWD"
 FIELDS = (

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import floor
 
+from aicb.config.model import ModelConfig
+from aicb.config.parallel import ParallelConfig
+from aicb.config.parameters import RankParameters, Shard, rank_parameters, tensors
+from aicb.config.training import TrainingConfig
 from aicb.errors import require
-from aicb.model import ModelConfig
-from aicb.parallel import ParallelConfig
-from aicb.parameters import RankParameters, Shard, rank_parameters, tensors
-from aicb.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
