@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -59,17 +60,12 @@ class Ranks:
         """Return every rank's object, by rank. Raises UserError when a rank is gone or TIMEOUT_S has passed."""
         if self.size == 1:
             return [own]
-        # Not all_gather_object: it needs numpy, which torch itself does not.
-        data = bytearray(pickle.dumps(own))
         try:
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]))
-            longest = max(int(length.item()) for length in lengths)
-            buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(buffers, torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8))
+            return [pickle.loads(each) for each in _all_gather(pickle.dumps(own), self.size)]  # of this very run
         except RuntimeError as error:
-            raise UserError(f"rank {self.rank} ({host()}) lost the other ranks: {_line(error)}") from error
-        return [pickle.loads(bytes(buffer.tolist())) for buffer in buffers]  # from processes of this very run
+            lost = _line(error)
+        # Not from within the handler: a traceback would hold the group, and what holds it past its end may abort.
+        raise UserError(f"rank {self.rank} ({host()}) lost the other ranks: {lost}")
 
     def together(self, work: Callable[[], T]) -> T:
         """Return what `work` returns here, once it has succeeded on every rank.
@@ -91,17 +87,38 @@ class Ranks:
         return result
 
 
-def start_group(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> None:
-    """Start the process group of more than one rank. Raises UserError when the ranks do not find each other.
+@contextmanager
+def process_group(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """Hold the process group of more than one rank; end it whatever happens inside.
 
-    It lives until the process ends: destroying it was seen to abort a rank that had done its work.
+    A gloo group that is still there when the interpreter unloads aborts the process now and then (exit code -6,
+    "terminate called without an active exception"): so nothing may refer to it afterwards, no traceback either.
+    Raises UserError when the ranks do not find each other.
     """
     if ranks.size == 1:
+        yield
         return
+    unreached = None
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"rank {ranks.rank} ({host()}) cannot reach the other ranks: {_line(error)}") from error
+        unreached = _line(error)
+    if unreached is not None:
+        raise UserError(f"rank {ranks.rank} ({host()}) cannot reach the other ranks: {unreached}")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_gather(data: bytes, size: int) -> list[bytes]:
+    """Return every rank's bytes, padded to the longest. Not all_gather_object: it needs numpy, which torch does not."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = max(int(length.item()) for length in lengths)
+    buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(buffers, torch.frombuffer(bytearray(data).ljust(longest, b"\0"), dtype=torch.uint8))
+    return [bytes(buffer.tolist()) for buffer in buffers]
 
 
 def host() -> str:

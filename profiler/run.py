@@ -26,7 +26,7 @@ from profiler.implementations import Choices, choose
 from profiler.layer import build_layer
 from profiler.measure import COLD, HOT, MIN_SAMPLES, Budget, Samples, measure
 from profiler.progress import progress
-from profiler.ranks import Ranks, host, start_group
+from profiler.ranks import Ranks, host, process_group
 from profiler.report import FORWARD, INPUT_GRAD, WEIGHT_GRAD, RankResult, layer_kernels, profile_of, raw_json
 
 CAP_S = 0.3
@@ -68,12 +68,12 @@ def profile_job(job: Job, settings: Settings, name_of: Callable[[str], Path]) ->
     JSON. Raises UserError on every rank when it failed on any; the files are then as they were before.
     """
     ranks = Ranks.from_environment()
-    start_group(ranks)
-    device = ranks.together(lambda: pick_device(settings.device, ranks.local_rank, ranks.local_size))
-    named = ranks.together(lambda: name_of(device.slug))  # may refuse, and must before anything is measured
-    own = ranks.together(lambda: measure_job(job, settings, device, ranks))
-    everyone = ranks.exchange(own)
-    return ranks.together(lambda: _write(job, settings, named, everyone) if not ranks.rank else None)
+    with process_group(ranks):
+        device = ranks.together(lambda: pick_device(settings.device, ranks.local_rank, ranks.local_size))
+        named = ranks.together(lambda: name_of(device.slug))  # may refuse, and must before anything is measured
+        own = ranks.together(lambda: measure_job(job, settings, device, ranks))
+        everyone = ranks.exchange(own)
+        return ranks.together(lambda: _write(job, settings, named, everyone) if not ranks.rank else None)
 
 
 def _write(job: Job, settings: Settings, path: Path, results: list[RankResult]) -> Path:

@@ -67,8 +67,8 @@ def processes(code: str, size: int) -> list[subprocess.Popen[str]]:
         port = probe.getsockname()[1]
     body = textwrap.indent(textwrap.dedent(code), " " * 4)
     whole = (
-        f"from aicb.errors import UserError\ntry:\n{body}\n"
-        "except UserError as error:\n    print('error:', error)\n    raise SystemExit(2)\n"
+        f"from aicb.errors import UserError\ncode = 0\ntry:\n{body}\n"
+        "except UserError as error:\n    print('error:', error)\n    code = 2\nraise SystemExit(code)\n"
     )
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -86,7 +86,7 @@ def processes(code: str, size: int) -> list[subprocess.Popen[str]]:
 def finish(running: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit code and output of each."""
     try:
-        out = [process.communicate(timeout=90)[0] for process in running]
+        out = [process.communicate(timeout=300)[0] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -149,7 +149,7 @@ def test_a_rank_that_waits_for_the_others_ends_when_told(tmp_path: Path) -> None
         time.sleep(8)  # torch is loaded, and rank 1 never comes
         assert process.poll() is None
         process.terminate()
-        assert process.wait(timeout=5) == -signal.SIGTERM
+        assert process.wait(timeout=120) == -signal.SIGTERM
 
 
 def test_an_unwritable_result_folder_is_found_before_measuring(tmp_path: Path) -> None:
