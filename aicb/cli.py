@@ -2,6 +2,7 @@
 
     aicb generate -m 7 --world_size 4096 --tp 2 --global_batch 8192 --comp_filepath profile.txt
     aicb profile -m 7 --tp 2      aicb check FILE...      aicb show FILE      aicb compare A B      aicb models
+    aicb extrapolate A.csv B.csv
 
 Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why); 130 Ctrl-C.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,31 +138,45 @@ def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> 
     if typed.get("json"):
         import json
 
-        typer.echo(json.dumps(summaries if typed.get("pp_rank") == "all" else summaries[0], indent=2))
+        several = typed.get("pp_rank") == "all" or typed.get("short")
+        typer.echo(json.dumps(summaries if several else summaries[0], indent=2))
     elif typed.get("quiet"):
         typer.echo("\n".join(summary["file"] for summary in summaries))
     else:
-        from aicb.summary import render
+        from aicb.summary import render, result_path
 
         typer.echo("\n\n".join(render(summary) for summary in summaries))
+        if typed.get("short"):
+            results = [shlex.quote(str(result_path(Path(summary["file"])))) for summary in summaries]
+            for one, other in zip(results[::2], results[1::2], strict=True):
+                typer.echo(f"\nsimulate both, then: aicb extrapolate {one} {other}")
 
 
 @app.command("check")
-def check_command(files: Annotated[list[Path], typer.Argument(help="workload files")]) -> None:
-    """Check workloads against every rule of the format."""
+def check_command(
+    files: Annotated[list[Path], typer.Argument(help="workload files")],
+    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 on warnings too")] = False,
+    notes: Annotated[bool, typer.Option("--notes", help="say where the simulator counts in its own way")] = False,
+) -> None:
+    """Check workloads against every rule of the format: errors (the simulator misreads or dies) and warnings."""
+    from collections import Counter
+
     from aicb.workload.reading import FINDINGS_MAX, check
+    from aicb.workload.rules import ERROR, NOTE, WARNING
 
     faulty = False
     for path in files:
-        shown = 0
-        for finding in check(path):
-            faulty, shown = True, shown + 1
-            if shown <= FINDINGS_MAX:
-                typer.echo(f"{path}:{finding.line}: {finding.text}")
-        if shown > FINDINGS_MAX:
-            typer.echo(f"{path}: and {shown - FINDINGS_MAX} findings more")
-        elif not shown:
-            typer.echo(f"{path}: no defect found")
+        levels = Counter[str]()
+        for finding in check(path, with_notes=notes):
+            levels[finding.level] += 1
+            if finding.level == NOTE or levels[ERROR] + levels[WARNING] <= FINDINGS_MAX:
+                typer.echo(f"{path}:{finding.line}: {finding.level}: {finding.text}")
+        errors, warnings = levels[ERROR], levels[WARNING]
+        faulty = faulty or errors > 0 or (strict and warnings > 0)
+        if errors + warnings > FINDINGS_MAX:
+            typer.echo(f"{path}: and {errors + warnings - FINDINGS_MAX} findings more")
+        if not errors:
+            typer.echo(f"{path}: no defect found" if not warnings else f"{path}: no error, {warnings} warning(s)")
     raise typer.Exit(1 if faulty else 0)
 
 
@@ -181,6 +197,30 @@ def compare_command(
     from aicb.show import comparison
 
     typer.echo(comparison(a, b))
+
+
+@app.command("extrapolate")
+def extrapolate_command(
+    a: Annotated[Path, typer.Argument(help="result of the simulator (...EndToEnd.csv) for one file of --short")],
+    b: Annotated[Path, typer.Argument(help="result for the other")],
+    workload: Annotated[
+        list[Path] | None, typer.Option(help="the workloads, where neither name nor place tells")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON (us)")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="print the simulator's own two lines")] = False,
+) -> None:
+    """Work out the whole iteration from two short simulations."""
+    from aicb.workload.extrapolate import as_csv, as_json, as_table, extrapolate
+
+    if json and csv:
+        raise UserError("--json and --csv exclude each other: choose one")
+    found = extrapolate((a, b), workload or ())
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(as_json(found), indent=2))
+    else:
+        typer.echo(as_csv(found) if csv else as_table(found))
 
 
 @app.command("models")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aicb import units
-from aicb.config.configure import configure
+from aicb.config.configure import Configured, configure
 from aicb.config.job import Job
 from aicb.errors import UserError, require
-from aicb.naming import gpu_slug, profile_name, workload_name
+from aicb.measuring import measure, refuse_existing, writable
+from aicb.naming import gpu_slug, job_marks, label, model_marks, workload_name
 from aicb.options import MEASURING, OPTIONS
 from aicb.summary import Summary, summarise
 from aicb.times.compute import ComputeTimes, fixed_times, profile_times
@@ -21,7 +21,8 @@ from aicb.workload import simai
 from aicb.workload.rows import Iteration, build
 
 RESULT_DIR = "results/workload"
-PROFILE_DIR = "results/aiob_outputs"
+SHORT = (1, 17)
+"""Micro-batches of rows in the two files of --short: what a simulator prints grows by the same for each one more."""
 
 
 def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summary]:
@@ -33,26 +34,25 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
     configured = configure(typed)
     for warning in (*configured.warnings, *_check_times(typed)):
         warn(warning)
-    stages = _stages(configured.job, typed.get("pp_rank", "0"))
     if _measures(typed):
-        _refuse_existing([_path(job, typed) for job in stages], typed)
-        _writable(_path(stages[0], typed).parent, "result_dir")
-        measured = measure(stages[0], typed)
+        stages = _stages(configured.job, typed)
+        paths = [_path(job, configured, typed, length) for job in stages for length in _lengths(typed)]
+        refuse_existing(paths, typed)
+        writable(paths[0].parent, "result_dir")
+        measured = measure(stages[0], model_marks(configured), typed)
         if measured is None:
             return []
         profile: Profile | None = read_profile(measured)
     else:
         profile = read_profile(typed["comp_filepath"]) if "comp_filepath" in typed else None
-    built = [Built(job, *_build(job, typed, profile)) for job in stages]
-    if typed.get("pp_rank") == "slowest":
-        if profile is None:
-            warn("--pp_rank slowest without a profile: placeholder times only count rows")
-        built = [max(built, key=lambda one: sum(one.iteration.compute_ns()))]
-    pending = [one for one in built if typed.get("force") or not one.is_written(typed)]  # all or nothing
+    if typed.get("pp_rank") == "slowest" and profile is None:
+        warn("--pp_rank slowest without a profile: placeholder times only count rows")
+    built = prepare(configured, typed, profile)
+    pending = [one for one in built if typed.get("force") or not simai.is_written(*one.content)]  # all or nothing
     for warning in dict.fromkeys(warning for one in built for warning in one.times.warnings):  # stages share most
         warn(warning)
     for one in pending:
-        simai.write(*one.content(typed), typed.get("force", False))
+        simai.write(*one.content, typed.get("force", False))
     return [_summary(one, typed, configured.notes) for one in built]
 
 
@@ -61,45 +61,52 @@ class Built(NamedTuple):
 
     job: Job
     times: ComputeTimes
+    path: Path
+    header: dict[str, int]
     iteration: Iteration
 
-    def content(self, typed: Mapping[str, Any]) -> tuple[Path, dict[str, int], Iteration, int]:
-        """Return what simai.write and simai.is_written take."""
-        repeat = self.job.training.epoch_num
-        header = simai.header(self.job, repeat, typed.get("min_comm_bytes", 0))
-        return _path(self.job, typed), header, self.iteration, repeat
+    @property
+    def content(self) -> tuple[Path, dict[str, int], Iteration, int]:
+        """What simai.write and simai.is_written take."""
+        return self.path, self.header, self.iteration, self.job.training.epoch_num
 
-    def is_written(self, typed: Mapping[str, Any]) -> bool:
-        """Whether the file is there already. Raises UserError when it holds something else."""
-        return simai.is_written(*self.content(typed))
+
+def prepare(configured: Configured, typed: Mapping[str, Any], profile: Profile | None) -> list[Built]:
+    """Build the workloads that the typed options ask for, without writing them. Raises UserError."""
+    lengths = _lengths(typed)
+    built = [
+        _build(job, configured, typed, profile, length) for job in _stages(configured.job, typed) for length in lengths
+    ]
+    if typed.get("pp_rank") == "slowest":
+        slowest = max(built, key=lambda one: sum(one.iteration.compute_ns())).job
+        built = [one for one in built if one.job is slowest]
+    return built
+
+
+def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> Path | None:
+    """Profile this machine without writing a workload; return the profile's path, None on ranks other than 0."""
+    require(_measures(typed), "--profile_only measures this machine: it needs --aiob_enable (or aicb profile) alone")
+    configured = configure(typed)
+    for warning in (*configured.warnings, *_check_times(typed)):
+        warn(warning)
+    return measure(_stages(configured.job, typed)[0], model_marks(configured), typed)
 
 
 def _measures(typed: Mapping[str, Any]) -> bool:
     return bool(typed.get("aiob_enable")) and "comp_filepath" not in typed
 
 
-def _path(job: Job, typed: Mapping[str, Any]) -> Path:
+def _path(job: Job, configured: Configured, typed: Mapping[str, Any], length: int | None) -> Path:
     gpu = gpu_slug(typed["gpu_type"]) if "gpu_type" in typed else None
-    fixed = "comp_filepath" not in typed and not typed.get("aiob_enable")
-    return Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, gpu, fixed)
-
-
-def _refuse_existing(paths: list[Path], typed: Mapping[str, Any]) -> None:
-    """Measured times differ each time, so what is there would be replaced: better said before measuring."""
-    for path in paths:
-        require(
-            not path.exists() or typed.get("force", False),
-            f"{path} exists, and measuring gives new times: pass --force to replace it",
-        )
-
-
-def _writable(folder: Path, option: str) -> None:
-    """Find out before measuring that the outcome could not be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--{option} {folder}: {error.strerror}") from error
-    require(os.access(folder, os.W_OK), f"--{option} {folder}: cannot be written to")
+    marks = [*model_marks(configured), *job_marks(job)]
+    if "comp_filepath" not in typed and not typed.get("aiob_enable"):
+        nanoseconds = typed.get("fixed_compute_ns", 1)
+        marks.append("fixed_compute" if nanoseconds == 1 else label("fixed_compute_ns", nanoseconds))
+    if typed.get("min_comm_bytes"):
+        marks.append(label("min_comm_bytes", typed["min_comm_bytes"]))
+    if length is not None:
+        marks.append(label("micro_batches_written", length))
+    return Path(typed.get("result_dir", RESULT_DIR)) / workload_name(job, marks, gpu)
 
 
 def _check_times(typed: Mapping[str, Any]) -> list[str]:
@@ -120,50 +127,22 @@ def _check_times(typed: Mapping[str, Any]) -> list[str]:
     return [f"--{name} has no effect here: nothing is measured or matched" for name in idle if typed.get(name)]
 
 
-def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> Path | None:
-    """Profile this machine without writing a workload; return the profile's path, None on ranks other than 0."""
-    require(_measures(typed), "--profile_only measures this machine: it needs --aiob_enable (or aicb profile) alone")
-    configured = configure(typed)
-    for warning in (*configured.warnings, *_check_times(typed)):
-        warn(warning)
-    return measure(_stages(configured.job, typed.get("pp_rank", "0"))[0], typed)
+def _lengths(typed: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return how many micro-batches of rows each file gets; None: all of the iteration."""
+    given = typed.get("micro_batches_written")
+    require(given is None or given >= 1, f"--micro_batches_written {given} must be at least 1")
+    if not typed.get("short"):
+        return (given,)
+    require(
+        given is None,
+        f"--short and --micro_batches_written {given} exclude each other: --short writes "
+        f"{SHORT[0]} and {SHORT[1]} micro-batches",
+    )
+    return SHORT
 
 
-def measure(job: Job, typed: Mapping[str, Any]) -> Path | None:
-    """Profile this machine; return the profile's path, None on ranks other than 0. Raises UserError."""
-    try:
-        from profiler.run import Settings, profile_job
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--aiob_enable without --comp_filepath measures this machine, and {error.name} is not installed: install "
-            "the profiler (pip install 'aicb[profiler]'), or give a saved profile with --comp_filepath FILE"
-        ) from error
-    samples = typed.get("train_iter")
-    if samples is None and typed.get("profile_only"):
-        samples = typed.get("epoch_num")  # of a profile alone, iterations can only be samples
-    given = {name: typed[name] for name in ("device", "l2", "time_budget") if name in typed}
-    settings = Settings(**given, **({} if samples is None else {"train_iter": samples}))
-    folder = Path(typed.get("profile_dir", PROFILE_DIR))
-
-    def name_of(gpu: str) -> Path:
-        path = folder / profile_name(job, gpu)
-        _refuse_existing([path], typed)
-        _writable(folder, "profile_dir")
-        return path
-
-    return profile_job(job, settings, name_of)
-
-
-def _summary(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...]) -> Summary:
-    minimum = typed.get("min_comm_bytes", 0)
-    if minimum:
-        left_out = build(one.job, one.times).collectives() - one.iteration.collectives()
-        size = units.size(sum(sent.bytes * count for (_, sent), count in left_out.items()))
-        notes += (f"--min_comm_bytes {minimum}: {left_out.total():,} collectives left out, {size} in all",)
-    return summarise(one.job, one.times, one.iteration, _path(one.job, typed), notes)
-
-
-def _stages(job: Job, pp_rank: str) -> list[Job]:
+def _stages(job: Job, typed: Mapping[str, Any]) -> list[Job]:
+    pp_rank = typed.get("pp_rank", "0")
     if pp_rank in ("all", "slowest"):
         return [job.at(rank) for rank in range(job.pp)]
     rank = whole_number(pp_rank)
@@ -172,9 +151,26 @@ def _stages(job: Job, pp_rank: str) -> list[Job]:
     return [job.at(rank)]
 
 
-def _build(job: Job, typed: Mapping[str, Any], profile: Profile | None) -> tuple[ComputeTimes, Iteration]:
+def _build(
+    job: Job, configured: Configured, typed: Mapping[str, Any], profile: Profile | None, length: int | None
+) -> Built:
+    minimum = typed.get("min_comm_bytes", 0)
     if profile is not None:
         times = profile_times(job, profile, typed.get("allow_profile_mismatch", False))
     else:
         times = fixed_times(job, typed.get("fixed_compute_ns", 1))
-    return times, build(job, times, typed.get("min_comm_bytes", 0))
+    iteration = build(job, times, minimum)
+    if length is not None:
+        iteration = iteration._replace(micro_batches=length)
+    header = simai.header(job, job.training.epoch_num, minimum, length)
+    return Built(job, times, _path(job, configured, typed, length), header, iteration)
+
+
+def _summary(one: Built, typed: Mapping[str, Any], notes: tuple[str, ...]) -> Summary:
+    minimum = typed.get("min_comm_bytes", 0)
+    if minimum:
+        whole = build(one.job, one.times)._replace(micro_batches=one.iteration.micro_batches)
+        left_out = whole.collectives() - one.iteration.collectives()
+        size = units.size(sum(sent.bytes * count for (_, sent), count in left_out.items()))
+        notes += (f"--min_comm_bytes {minimum}: {left_out.total():,} collectives left out, {size} in all",)
+    return summarise(one.job, one.times, one.iteration, one.path, notes)

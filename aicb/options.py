@@ -89,6 +89,8 @@ OPTIONS = (
     Option("profile_dir", str, MEASURING, "folder of the profile (default results/aiob_outputs)"),
     Option("pp_rank", str, OUTPUT, "stage to write (default 0), all, or slowest"),
     Option("min_comm_bytes", int, OUTPUT, "leave out smaller collectives, for ns-3 (default 0)"),
+    Option("micro_batches_written", int, OUTPUT, "write rows of this many micro-batches, in place of all (ga)"),
+    Option("short", bool, OUTPUT, "write 1 and 17 micro-batches, to simulate and extrapolate (aicb extrapolate)"),
     Option("gpu_type", str, OUTPUT, "GPU name at the start of the file name"),
     Option("result_dir", str, OUTPUT, "folder of the workload (default results/workload)"),
     Option("force", bool, OUTPUT, "replace a file that holds a different workload"),

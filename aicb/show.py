@@ -11,7 +11,7 @@ from aicb.config.presets import PRESETS
 from aicb.times.profile import Profile, read_profile
 from aicb.times.rates import Rate, compare, peak_of, rates
 from aicb.workload.reading import first_lines, totals
-from aicb.workload.simai import COLUMNS, KEYWORD
+from aicb.workload.rules import COLUMNS, KEYWORD
 
 
 def show(path: Path) -> str:

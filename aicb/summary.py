@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ from aicb.config.job import Job
 from aicb.config.parameters import whole_model_parameters
 from aicb.step.kernels import optimizer_elements
 from aicb.times.compute import ComputeTimes, unused_on_stage
+from aicb.workload import simai
+from aicb.workload.notes import notes as simulator_notes
 from aicb.workload.rows import Iteration
+from aicb.workload.rules import group_sizes
 
 Summary = dict[str, Any]
+GPUS_A_SERVER = 8
+WALL_SECONDS, WALL_BYTES = 1.05, 92_000
+"""What the analytical simulator (SimAI 1.6) took for a micro-batch: time with measured times, memory without."""
+LONG = 64
+"""Micro-batches from which on the summary names the way out."""
 
 
 def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, notes: tuple[str, ...]) -> Summary:
@@ -41,6 +50,7 @@ def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, n
         "seq_length": job.training.seq_length,
         "dtype": job.training.dtype,
         "iterations": repeat,
+        "micro_batches_written": iteration.micro_batches,
         "pp_rank": job.pp_rank,
         "vpp": job.vpp,
         "pp_comm_bytes": job.pp_comm,
@@ -53,9 +63,40 @@ def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, n
         "compute_ns": {column: ns * repeat for column, ns in iteration.compute_ns()._asdict().items()},
         "times_from": times.source,
         "gradients": times.gradients,
-        "notes": [*notes, *_notes(job, times)],
+        "simulate": shlex.join(simulator_command(path, job)),
+        "notes": [*notes, *_notes(job, times), *_simulator_notes(job, times, iteration)],
         "warnings": list(times.warnings),
     }
+
+
+def simulator_command(path: Path, job: Job) -> list[str]:
+    """Return the words that run the analytical simulator on the file, its result beside it under a name of its own."""
+    words = ["SimAI_analytical", "-w", str(path), "-g", str(job.parallel.world_size)]
+    return [*words, "-g_p_s", str(GPUS_A_SERVER), "-n_p_s", str(GPUS_A_SERVER), "-r", f"{path.with_suffix('')}-"]
+
+
+def result_path(path: Path) -> Path:
+    """Return where `simulator_command` leaves the result."""
+    return path.with_name(f"{path.stem}-EndToEnd.csv")
+
+
+def _simulator_notes(job: Job, times: ComputeTimes, iteration: Iteration) -> list[str]:
+    groups = group_sizes(simai.header(job, 1))
+    notes = list(simulator_notes(groups, [(simai.row_fields(row), count) for row, count in iteration.counted()]))
+    micro_batches = iteration.micro_batches * job.training.epoch_num
+    if iteration.micro_batches != job.ga:
+        notes.append(
+            f"rows of {iteration.micro_batches} of {job.ga} micro-batches: only aicb extrapolate knows the rest"
+        )
+    elif micro_batches >= LONG:
+        cost = f"{units.duration(micro_batches * WALL_SECONDS * 1e9)} of waiting"
+        if times.fixed is not None:
+            cost = f"{units.size(micro_batches * WALL_BYTES)} of memory"
+        notes.append(
+            f"simulating {micro_batches:,} micro-batches costs about {cost}; --short writes two short files whose "
+            "results give the same figures"
+        )
+    return notes
 
 
 def _notes(job: Job, times: ComputeTimes) -> list[str]:
@@ -99,11 +140,12 @@ def render(summary: Summary) -> str:
         f"{s['dtype']}",
         "stage": f"{s['pp_rank']} of {s['pp']}: {', '.join(parts)}; vpp {s['vpp']}, "
         f"pp_comm {units.size(s['pp_comm_bytes'])}",
-        "rows": f"{s['rows']:,} ({s['iterations']} iteration{'s' if s['iterations'] > 1 else ''})",
+        "rows": f"{s['rows']:,} ({s['iterations']} iteration{'s' if s['iterations'] > 1 else ''} of "
+        f"{s['micro_batches_written']} micro-batch{'es' if s['micro_batches_written'] > 1 else ''})",
         "collectives": f"{groups} (sizes of the tensors)" if groups else "none",
         "compute": compute,
         "times": s["times_from"] + ("" if s["gradients"] == "fixed" else f"; gradients {s['gradients']}"),
     }
     text = [f"{name:<12}{value}" for name, value in lines.items()]
     text += [f"{'note':<12}{note}" for note in s["notes"]]
-    return "\n".join([*text, f"{'file':<12}{s['file']}"])
+    return "\n".join([*text, f"{'simulate':<12}{s['simulate']}", f"{'file':<12}{s['file']}"])

@@ -27,7 +27,7 @@ recompute_granularity aiob_enable comp_filepath allow_profile_mismatch fixed_com
 moe_enable num_experts moe_router_topk moe_grouped_gemm moe_ffn_hidden_size moe_shared_expert_intermediate_size
 n_shared_expert moe_layer_freq n_dense_layers moe_router_load_balancing_type moe_load_imbalance multi_latent_attention
 q_lora_rank kv_lora_rank qk_nope_dim qk_rope_dim v_head_dim force json quiet model_size add_qkv_bias train_iter device
-l2 time_budget profile_only profile_dir
+l2 time_budget profile_only profile_dir micro_batches_written short
 """.split()
 SHORT = {
     "-m": "model_size",
@@ -92,7 +92,9 @@ def test_short_names(capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads(out)
     assert code == 0
     assert (summary["tp"], summary["pp"], summary["ep"], summary["sequence_parallel"]) == (2, 2, 4, True)
-    assert "MOE-True-GEMM-True-flash_attn-True-sp-recompute_selective" in summary["file"]
+    assert summary["file"].endswith("MOE-True-GEMM-True-flash_attn-True.txt")
+    for mark in ("num_experts16", "moe_router_topk1", "moe_grouped_gemm", "sp", "recompute_selective"):
+        assert f"-{mark}-" in summary["file"].split("world_size")[0]
 
 
 def test_switches_take_the_values_that_scripts_write() -> None:
@@ -159,7 +161,7 @@ def test_check_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     broken.write_text(Path(path).read_text().replace("ALLREDUCE", "AllReduce", 1))
     code, out, _ = run(capsys, "check", path, "broken.txt")
     assert code == 1
-    assert "broken.txt:6: fwd_comm 'AllReduce'" in out
+    assert "broken.txt:6: error: fwd_comm 'AllReduce'" in out
     assert run(capsys, "check", "nowhere.txt")[0] == 2
 
 

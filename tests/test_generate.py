@@ -67,7 +67,7 @@ def test_pipeline_command(capsys: pytest.CaptureFixture[str]) -> None:
     names = totals(Path(first["file"])).row_counts
     assert (names["attention_layer"], names["embedding_layer"], names["final_layer"]) == (9 * 64, 64, 0)
     last = generate(capsys, *words, "--pp_rank", "3")
-    assert last["file"].endswith("flash_attn-True-pp_rank3.txt")
+    assert Path(last["file"]).name.startswith("gpt_7B-pp_rank3-world_size128-")
     names = totals(Path(last["file"])).row_counts
     assert (names["embedding_layer"], names["final_layer"]) == (0, 64)
     assert head(last["file"])["pp_rank"] == 3
@@ -86,7 +86,7 @@ def test_all_stages_and_the_slowest(capsys: pytest.CaptureFixture[str]) -> None:
 def test_epoch_num_repeats_the_iteration(capsys: pytest.CaptureFixture[str]) -> None:
     once = generate(capsys, "-m", "13", *COMMON)
     thrice = generate(capsys, "-m", "13", *COMMON, "--epoch_num", "3")
-    assert "-iter3" in thrice["file"]
+    assert "gpt_13B-iter3-" in thrice["file"]
     assert rows(thrice["file"]) == 3 * rows(once["file"])
     assert int(Path(thrice["file"]).read_text().splitlines()[1]) == 3 * len(rows(once["file"]))
     assert head(thrice["file"]) == {**head(once["file"]), "iterations": 3}
@@ -143,10 +143,10 @@ def test_different_commands_never_overwrite_each_other_in_silence(capsys: pytest
     path = Path(generate(capsys, "-m", "7")["file"])
     before = path.read_bytes()
     assert generate(capsys, "-m", "7")["file"] == str(path)  # the same content is no conflict
-    assert main(["generate", "-m", "7", "--hidden_size", "2048", "--num_attention_heads", "16"]) == 2
+    assert main(["generate", "-m", "7", "--swiglu"]) == 2  # this format's users know one name for both
     assert "--force" in capsys.readouterr().err
     assert path.read_bytes() == before
-    generate(capsys, "-m", "7", "--hidden_size", "2048", "--num_attention_heads", "16", "--force")
+    generate(capsys, "-m", "7", "--swiglu", "--force")
     assert path.read_bytes() != before
 
 
@@ -236,14 +236,16 @@ def test_two_processes_at_once_never_lose_a_workload() -> None:
     command = [sys.executable, "-m", "aicb", "generate", "-m", "7", "--tp", "4", "--global_batch", "65536", "--quiet"]
     environment = {"PYTHONPATH": str(REPOSITORY)}
     both = [
-        subprocess.Popen([*command, "--fixed_compute_ns", ns], env=environment, stdout=subprocess.PIPE) for ns in "57"
+        subprocess.Popen([*command, swiglu], env=environment, stdout=subprocess.PIPE)
+        for swiglu in ("--swiglu", "--no-swiglu")
     ]
     outputs = [process.communicate()[0] for process in both]
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2]
     winner = codes.index(0)
     path = Path(outputs[winner].decode().strip())
-    assert f"\t{'57'[winner]}\tALLREDUCE" in path.read_text()[:2000]
+    gathered = (3_754_203_648, 3_763_544_064)[winner]  # bytes of its parameters, fewer with SwiGLU's narrower MLP
+    assert f"\tALLGATHER\t{gathered}\t" in path.read_text()[:2000]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 

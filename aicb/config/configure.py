@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ class Configured(NamedTuple):
     notes: tuple[str, ...]
     """What was derived or changed on the user's behalf."""
     warnings: tuple[str, ...]
+    apart: Mapping[str, Any]
+    """The fewest typed options that make this model of its preset or file; empty for one of the user's own name."""
+    of_preset: bool
+    """Whether the model carries a preset's name, not one of a file or the user's own."""
 
 
 def configure(typed: Mapping[str, Any]) -> Configured:
@@ -61,7 +66,9 @@ def configure(typed: Mapping[str, Any]) -> Configured:
         if "tensor_model_parallel_size" in typed or "tensor_model_parallel_size" not in str(error):
             raise
         raise UserError(f"{error} (--tp is not typed: {tp} is the default here)") from error
-    return Configured(job, tuple(notes), tuple(warnings))
+    of_preset = bool(base) and typed.get("model_size", DEFAULT_PRESET) in PRESETS and "model_name" not in typed
+    apart = _fewest(base, wanted) if base or "model_name" not in typed else {}
+    return Configured(job, tuple(notes), tuple(warnings), apart, of_preset)
 
 
 def _base(typed: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
@@ -90,6 +97,18 @@ def _model(base: Mapping[str, Any], wanted: Mapping[str, Any], typed: Mapping[st
             raise
         hint = f"what is not typed is that of the preset {DEFAULT_PRESET}; name another with -m"
         raise UserError(f"{error} ({hint}, or type {', '.join('--' + name for name in ESSENTIAL)})") from error
+
+
+def _fewest(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out of `wanted` what changes nothing, and --swiglu, which this format's users type with every model."""
+    meant, kept = make_model(base, wanted), dict(wanted)
+    for name in wanted:
+        fewer = {other: value for other, value in kept.items() if other != name}
+        with suppress(UserError):  # needed
+            if make_model(base, fewer) == meant:
+                kept = fewer
+    kept.pop("swiglu", None)
+    return kept
 
 
 def _grows(model: ModelConfig, wanted: Mapping[str, Any], seq_length: int) -> bool:

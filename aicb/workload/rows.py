@@ -24,24 +24,24 @@ class Row(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """One training iteration of one stage: `start`, then `ga` times `micro_batch`, then `end`."""
+    """One training iteration of one stage: `start`, then `micro_batches` times `micro_batch`, then `end`."""
 
     start: tuple[Row, ...]
     micro_batch: tuple[Row, ...]
     end: tuple[Row, ...]
-    ga: int
+    micro_batches: int
 
     @property
     def rows(self) -> int:
         """Rows of the whole iteration."""
-        return len(self.start) + self.ga * len(self.micro_batch) + len(self.end)
+        return len(self.start) + self.micro_batches * len(self.micro_batch) + len(self.end)
 
     def counted(self) -> Iterator[tuple[Row, int]]:
         """Yield each row and how often it occurs in the iteration."""
         for row in (*self.start, *self.end):
             yield row, 1
         for row in self.micro_batch:
-            yield row, self.ga
+            yield row, self.micro_batches
 
     def compute_ns(self) -> Nanoseconds:
         """Sum the compute time of each column, ns."""

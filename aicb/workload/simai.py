@@ -1,8 +1,8 @@
-"""The SimAI workload text: its grammar, written once and checked by the same rules.
+"""Write the SimAI workload text.
 
 Line 1: HYBRID_TRANSFORMER_FWD_IN_BCKWD and `key: value` pairs. Line 2: the number of rows. Then one row a line:
 `name placeholder fwd_time fwd_comm fwd_bytes ig_time ig_comm ig_bytes wg_time wg_comm wg_bytes process_time`,
-times in ns, sizes in bytes. The simulator never reports a bad row, so nothing is written that breaks a rule here.
+times in ns, sizes in bytes. Nothing is written that breaks a rule (rules.py): the simulator never reports a bad row.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ from aicb.errors import UserError, require
 from aicb.files import atomic_write
 from aicb.step.collectives import Collective, Groups
 from aicb.workload.rows import Iteration, Row
+from aicb.workload.rules import COLUMNS, INT_MAX, KEYWORD, SUFFIXES, group_sizes, header_faults, row_faults
 
-KEYWORD = "HYBRID_TRANSFORMER_FWD_IN_BCKWD"
-FIELDS = (
-    *("name", "placeholder", "fwd_time", "fwd_comm", "fwd_bytes", "ig_time", "ig_comm", "ig_bytes"),
-    *("wg_time", "wg_comm", "wg_bytes", "process_time"),
-)
-REQUIRED_KEYS = ("model_parallel_NPU_group", "ep", "pp", "vpp", "ga", "all_gpus")
-HEADER_KEYS = (*REQUIRED_KEYS, "checkpoints", "checkpoint_initiates", "pp_comm")
-INT_MAX = 2**31 - 1  # the header is read with std::stoi
-TIME_MAX = INT_MAX - 64  # above it the simulator hangs or ends without a result
-GROUP_BYTES_MAX = 16 * 2**30  # of one gather, scatter or all-to-all over TP, or all-to-all over EP
-SIZE_MAX = 2**63 - 1
 HEADER_FLAGS = {  # what a value that is too large follows from
     "pp_comm": "; lower --micro_batch, --seq_length or --hidden_size",
     "all_gpus": "; lower --world_size",
     "ga": "; lower --global_batch",
 }
-KINDS = ("ALLREDUCE", "ALLGATHER", "REDUCESCATTER", "ALLTOALL")
-COLUMNS = ("fwd", "ig", "wg")
-# Which group a word's suffix names, by column; a suffix that is not listed there means something else to the simulator.
-SUFFIXES = {"fwd": {"": "TP", "_EP": "EP"}, "ig": {"": "TP", "_EP": "EP"}, "wg": {"": "DP", "_DP_EP": "DP_EP"}}
 CHUNK = 1 << 20
 
 
-def header(job: Job, iterations: int, min_comm_bytes: int = 0) -> dict[str, int]:
-    """Return the header of the stage of `job`. Keys from pp_rank on are ours; the simulator ignores them."""
+def header(
+    job: Job, iterations: int, min_comm_bytes: int = 0, micro_batches_written: int | None = None
+) -> dict[str, int]:
+    """Return the header of the stage of `job`. Keys from pp_rank on are ours; the simulator ignores them.
+
+    `micro_batches_written`: how many micro-batches of rows a short file has, in place of ga; None: it is no short one.
+    """
     routing = {"moe_load_imbalance_permille": round(1000 * job.training.moe_load_imbalance)}
     return {
         "model_parallel_NPU_group": job.tp,
@@ -55,6 +46,7 @@ def header(job: Job, iterations: int, min_comm_bytes: int = 0) -> dict[str, int]
         "pp_comm": job.pp_comm,
         "pp_rank": job.pp_rank,
         "iterations": iterations,
+        **({} if micro_batches_written is None else {"micro_batches_written": micro_batches_written}),
         **(routing if job.model.num_experts else {}),
         **({"min_comm_bytes": min_comm_bytes} if min_comm_bytes else {}),
         "aicb_version": version_number(__version__),
@@ -84,102 +76,6 @@ def row_fields(row: Row) -> list[str]:
     return [*fields, "100"]
 
 
-def group_faults(column: str, kind: str, size: int, groups: Groups | None) -> Iterator[str]:
-    """Yield what is wrong with one communication word and its size."""
-    if kind == "NONE":
-        if size:
-            yield f"{column}_bytes is {size} beside NONE: must be 0"
-        return
-    name = next((name for name in KINDS if kind == name or kind.startswith(f"{name}_")), None)
-    suffix = kind[len(name) :] if name else ""
-    if name is None or suffix not in ("", "_EP", "_DP_EP"):
-        yield f"{column}_comm {kind[:40]!r} is no communication word: it would silently cost nothing"
-        return
-    group = SUFFIXES[column].get(suffix)
-    if group is None:
-        yield f"{column}_comm {kind}: the suffix {suffix} has no meaning in column {column}"
-        return
-    if size == 0:
-        yield f"{column}_bytes is 0 beside {kind}: write NONE 0"
-    if groups is not None and getattr(groups, group.lower()) == 1:
-        yield f"{column}_comm {kind}: its {group} group has one rank: write NONE 0"
-    limited = (group == "TP" and name != "ALLREDUCE") or (group == "EP" and name == "ALLTOALL")
-    if limited and size > GROUP_BYTES_MAX:
-        over = f"above {GROUP_BYTES_MAX} (16 GiB): the simulator ends without a result"
-        yield f"{column}_bytes {size} of {kind} is {over}"
-
-
-def row_faults(fields: list[str], groups: Groups | None) -> list[str]:
-    """Return what is wrong with one row; `groups` None when the header could not be read."""
-    if len(fields) != len(FIELDS):
-        return [f"{len(fields)} fields, expected {len(FIELDS)}: {' '.join(FIELDS)}"]
-    faults = []
-    if "," in fields[0]:
-        faults.append(f"name {fields[0][:40]!r} holds a comma")
-    if not is_digits(fields[1].removeprefix("-")):
-        faults.append(f"placeholder {fields[1][:40]!r} is no integer (by convention -1)")
-    for i, column in ((2, "fwd"), (5, "ig"), (8, "wg")):
-        time, kind, size = fields[i : i + 3]
-        hangs = ": the simulator hangs or ends without a result"
-        faults += number_faults(f"{column}_time", time, TIME_MAX, hangs)
-        of_size = number_faults(f"{column}_bytes", size, SIZE_MAX)
-        faults += of_size or group_faults(column, kind, int(size), groups)
-    return faults + number_faults("process_time", fields[11], INT_MAX)
-
-
-def number_faults(name: str, text: str, limit: int, effect: str = "") -> list[str]:
-    """Return what is wrong with one number."""
-    if not is_digits(text):
-        return [f"{name} {text[:40]!r} is no plain whole number"]
-    digits = text.lstrip("0")  # int() refuses digits by the thousand
-    above = len(digits) > 19 or int(digits or "0") > limit
-    return [f"{name} {text[:40]} is above {limit}{effect}"] if above else []
-
-
-def is_digits(text: str) -> bool:
-    """Plain decimal digits, the only number the simulator reads right."""
-    return text.isascii() and text.isdigit()
-
-
-def header_faults(values: Mapping[str, int | None]) -> list[str]:
-    """Return what is wrong with a header; a value of None could not be read and is the reader's to report."""
-    known = {key: value for key, value in values.items() if value is not None}
-    over = {key: value for key, value in known.items() if value > INT_MAX}
-    faults = [f"{key}: {value} is above {INT_MAX}: the simulator aborts" for key, value in over.items()]
-    for key in REQUIRED_KEYS:
-        if key not in values:
-            faults.append(f"header has no {key}: (the simulator crashes or prints NaN)")
-        elif known.get(key) == 0:
-            faults.append(f"{key}: 0 must be at least 1 (the simulator crashes or prints NaN)")
-    if "pp_comm" not in values:
-        faults.append("header has no pp_comm: (bytes of one stage-to-stage send; 0 with one stage)")
-    elif known.get("pp") and "pp_comm" in known and (known["pp"] > 1) != (known["pp_comm"] > 0):
-        needed = "bytes of one stage-to-stage send" if known["pp"] > 1 else "0"
-        faults.append(f"pp_comm: {known['pp_comm']} with pp: {known['pp']} must be {needed}")
-    unused = {key: known.get(key, 0) for key in ("checkpoints", "checkpoint_initiates")}
-    faults += [f"{key}: {value} must be 0" for key, value in unused.items() if 0 < value <= INT_MAX]
-    return faults or _split_faults(known)
-
-
-def _split_faults(known: Mapping[str, int]) -> list[str]:
-    """Return what does not divide in a header that is sound otherwise."""
-    if not set(REQUIRED_KEYS) <= set(known):
-        return []
-    tp, pp, ep, world = (known[key] for key in ("model_parallel_NPU_group", "pp", "ep", "all_gpus"))
-    if world % (tp * pp):
-        return [f"all_gpus: {world} is no multiple of model_parallel_NPU_group: {tp} x pp: {pp}"]
-    if world // (tp * pp) % ep:
-        return [f"ep: {ep} does not divide the {world // (tp * pp)} data-parallel ranks"]
-    return []
-
-
-def group_sizes(values: Mapping[str, int]) -> Groups:
-    """Return the group sizes of a sound header."""
-    tp, pp, ep = (values[key] for key in ("model_parallel_NPU_group", "pp", "ep"))
-    dp = values["all_gpus"] // (tp * pp)
-    return Groups(tp, ep, dp, dp // ep)
-
-
 def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> Iterator[bytes]:
     """Yield the workload in chunks of about 1 MiB, whatever its length. Raises UserError where a rule is broken."""
     rows = iteration.rows * iterations
@@ -189,19 +85,19 @@ def text(values: Mapping[str, int], iteration: Iteration, iterations: int) -> It
         "for fewer micro-batches",
     )
     for fault in header_faults(values):
-        flags = next((flags for key, flags in HEADER_FLAGS.items() if fault.startswith(key)), "")
-        raise UserError(f"the simulator cannot read this workload: {fault}{flags}")
+        flags = next((flags for key, flags in HEADER_FLAGS.items() if fault.text.startswith(key)), "")
+        raise UserError(f"the simulator cannot read this workload: {fault.text}{flags}")
     groups = group_sizes(values)
     head, body, tail = (_lines(part, groups) for part in (iteration.start, iteration.micro_batch, iteration.end))
     pairs = " ".join(f"{key}: {value}" for key, value in values.items())
     yield f"{KEYWORD} {pairs}\n{rows}\n".encode()
     at_once = max(1, CHUNK // max(1, len(body)))
-    many = body * min(at_once, iteration.ga)
+    many = body * min(at_once, iteration.micro_batches)
     for _ in range(iterations):
         yield head
-        for _ in range(iteration.ga // at_once):
+        for _ in range(iteration.micro_batches // at_once):
             yield many
-        yield body * (iteration.ga % at_once) + tail
+        yield body * (iteration.micro_batches % at_once) + tail
 
 
 def _lines(rows: tuple[Row, ...], groups: Groups) -> bytes:
@@ -211,9 +107,9 @@ def _lines(rows: tuple[Row, ...], groups: Groups) -> bytes:
             fields = row_fields(row)
             for fault in row_faults(fields, groups):
                 advice = "lower --micro_batch or --seq_length, or split the model over more ranks"
-                if "_time" in fault:
+                if "_time" in fault.text:
                     advice = "look at the profile or --fixed_compute_ns, or split the model over more ranks"
-                raise UserError(f"row {row.name}: {fault}; {advice}")
+                raise UserError(f"row {row.name}: {fault.text}; {advice}")
             seen[row] = "\t".join(fields) + "\n"
     return "".join(seen[row] for row in rows).encode()
 
