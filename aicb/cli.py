@@ -22,13 +22,14 @@ from typer.core import TyperCommand
 
 from aicb import __version__
 from aicb.errors import UserError, nearest
-from aicb.options import IGNORED, OPTIONS, Option
+from aicb.options import OPTIONS, Option
 from aicb.units import printable
 
 UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 ALIKE = {"token_normalize_func": lambda word: word.replace("-", "_")}
 INTERRUPTED = 130  # as a shell reports Ctrl-C
-ON, OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
+CONFIGURE = ("generate", "profile")
+"""The commands that take a job's options, and with them whatever a training script says."""
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -65,11 +66,6 @@ def _parameter(option: Option) -> inspect.Parameter:
     return _keyword(option.name, option.type, info)
 
 
-def _ignored(name: str, takes_value: bool) -> inspect.Parameter:
-    info = typer.Option(f"--{name}", hidden=True)
-    return _keyword(name, str if takes_value else bool, info)
-
-
 def _keyword(name: str, kind: type, info: Any) -> inspect.Parameter:
     annotation: Any = Annotated.__class_getitem__((kind | None, info))  # type: ignore[attr-defined]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -78,23 +74,19 @@ def _keyword(name: str, kind: type, info: Any) -> inspect.Parameter:
 def with_options(command: F) -> F:
     """Give `command(**typed)` the options of options.py, which are too many to write as parameters."""
     parameters = [_parameter(option) for option in OPTIONS]
-    parameters += [_ignored(name, takes_value) for name, takes_value in IGNORED.items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep what the user typed; say which options have no meaning here."""
+    """Keep what the user typed."""
     typed = {name: value for name, value in values.items() if value is not None}
     for name, value in typed.items():
         if isinstance(value, str) and (not value or value.startswith("--")):
             raise UserError(f"--{name} needs a value, not {value!r}")
     if typed.get("json") and typed.get("quiet"):
         raise UserError("--json and --quiet exclude each other: choose one")
-    for name in [name for name in typed if name in IGNORED]:
-        del typed[name]
-        _warn(f"--{name} has no meaning for the workload and is ignored")
     return typed
 
 
@@ -247,30 +239,12 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
         raise typer.Exit
 
 
-def switches(argv: Sequence[str]) -> list[str]:
-    """Rewrite `--sp on|off` and `--sp=on|off` to --sp or --no-sp: scripts write switches with a value."""
-    names = [name for option in OPTIONS if option.type is bool for name in (f"--{option.name}", *option.aliases)]
-    names += [f"--{name}" for name, takes_value in IGNORED.items() if not takes_value]
-    words: list[str] = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if not equals and words:
-            name, value = words[-1], word
-        known = name[:2] + name[2:].replace("-", "_") in names
-        if not known or value.lower() not in ON + OFF:
-            words.append(word)
-            continue
-        if not equals:
-            words.pop()
-        off = value.lower() in OFF and name[2:].replace("-", "_") not in IGNORED
-        words.append(f"--no-{name[2:]}" if off else name)
-    return words
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    arguments = switches(sys.argv[1:] if argv is None else argv) or ["--help"]
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
+        if arguments[0] in CONFIGURE:
+            arguments[1:] = _understood(arguments[1:])
         code = typer.main.get_command(app).main(args=arguments, prog_name="aicb", standalone_mode=False)
     except UsageError as error:
         return _fail(_usage(error))
@@ -288,10 +262,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _understood(words: list[str]) -> list[str]:
+    """Take Megatron-LM's words too; one warning names those that say nothing about the workload."""
+    from aicb.words import translate
+
+    kept, silent = translate(words)
+    if silent and "--help" not in kept:
+        verb = "have" if len(silent) > 1 else "has"
+        _warn(f"{', '.join(silent)} {verb} no effect on the workload")
+    return kept
+
+
 def _usage(error: Any) -> str:
     name = str(getattr(error, "option_name", ""))
     if type(error).__name__ == "NoSuchOption" and error.ctx is not None:
-        known = [opt for param in error.ctx.command.get_params(error.ctx) for opt in param.opts]
+        from aicb.words import known_flags
+
+        known = [opt for param in error.ctx.command.get_params(error.ctx) for opt in param.opts] + known_flags()
         return f"no such option: {name}{nearest(name, known)}; nothing was done"
     return str(error.format_message())
 

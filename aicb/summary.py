@@ -21,8 +21,8 @@ Summary = dict[str, Any]
 GPUS_A_SERVER = 8
 WALL_SECONDS, WALL_BYTES = 1.05, 92_000
 """What the analytical simulator (SimAI 1.6) took for a micro-batch: time with measured times, memory without."""
-LONG = 64
-"""Micro-batches from which on the summary names the way out."""
+LONG = {True: 64, False: 4096}
+"""Micro-batches from which on the summary names the way out: with measured times, and without."""
 
 
 def summarise(job: Job, times: ComputeTimes, iteration: Iteration, path: Path, notes: tuple[str, ...]) -> Summary:
@@ -88,7 +88,7 @@ def _simulator_notes(job: Job, times: ComputeTimes, iteration: Iteration) -> lis
         notes.append(
             f"rows of {iteration.micro_batches} of {job.ga} micro-batches: only aicb extrapolate knows the rest"
         )
-    elif micro_batches >= LONG:
+    elif micro_batches >= LONG[times.fixed is None]:
         cost = f"{units.duration(micro_batches * WALL_SECONDS * 1e9)} of waiting"
         if times.fixed is not None:
             cost = f"{units.size(micro_batches * WALL_BYTES)} of memory"
@@ -116,7 +116,11 @@ def _notes(job: Job, times: ComputeTimes) -> list[str]:
             )
         if not job.model.untie_embeddings_and_output_weights and (job.is_first or job.is_last):
             notes.append("the tied embedding's all-reduce between first and last stage has no word in this format")
-    if any(job.model.has_experts(layer) for layer in job.layers):
+    experts = sum(job.model.has_experts(layer) for layer in job.layers)
+    if experts and job.model.moe_router_enable_expert_bias:
+        size = units.size(job.element_bytes * job.model.num_experts * experts)  # Float16Module casts the counters
+        notes.append(f"the router bias's token counts, {size} all-reduced over TP x DP once a step, have no word here")
+    if experts:
         skew = job.training.moe_load_imbalance
         notes.append("routing: uniform" if skew == 1 else f"routing: the busiest rank gets {skew:g} x the mean")
     return notes

@@ -27,6 +27,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of the first elements of each head, as many as the tables have; the others pass."""
+    turning, still = x.split_with_sizes([cos.size(-1), x.size(-1) - cos.size(-1)], dim=-1)
+    return torch.cat((rotate(turning, cos, sin), still), dim=-1)
+
+
 def latent_heads(query: Tensor, key: Tensor, rotary: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Latent attention's (.., heads, nope + width), (.., heads, nope), (.., 1, width) -> queries and keys, rotated.
 

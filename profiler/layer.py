@@ -59,8 +59,7 @@ class _Layer:
         self.mask = functions.causal_mask(seq, device)
         model = job.model
         if model.position_embedding_type == "rope":
-            width = model.qk_rope_dim if model.multi_latent_attention else model.kv_channels
-            tables = functions.rope_tables(seq, width, device, self.request("layernorm").dtype)
+            tables = functions.rope_tables(seq, model.rotary_width, device, self.request("layernorm").dtype)
             self.cos, self.sin = (table[:, None] if self.flash else table[:, None, None] for table in tables)
 
     def request(self, name: str) -> Request:
@@ -128,7 +127,8 @@ class _Layer:
         if model.qk_layernorm:
             query, key = self.norm("atten_q_layernorm", query), self.norm("atten_k_layernorm", key)
         if model.position_embedding_type == "rope":
-            query, key = self.rotate(query), self.rotate(key)
+            turn = functions.rotate if model.rotary_percent == 1 else functions.rotate_part
+            query, key = (turn(x, self.cos, self.sin) for x in (query, key))
         return self.linear("atten_linear", self.core(query, key, value))
 
     def latent_attention(self, x: Tensor) -> Tensor:
@@ -148,9 +148,6 @@ class _Layer:
         shared = self.rows(shared, tokens).reshape(*self.order, 1, rope)
         query, key = functions.latent_heads(query, key, shared, self.cos, self.sin)
         return self.linear("attention_o_row", self.core(query, key, value))
-
-    def rotate(self, x: Tensor) -> Tensor:
-        return functions.rotate(x, self.cos, self.sin)
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Core attention on tensors in the token order -> (tokens, heads v)."""

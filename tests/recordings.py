@@ -36,6 +36,7 @@ def model_fields(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": config["seq"],
         "position_embedding_type": config.get("position_embedding") or positions[config["rope"]],
         "kv_channels": config.get("kv_channels"),
+        "rotary_percent": config.get("rotary_percent") or 1.0,
         "normalization": config["norm"],
         "swiglu": config["swiglu"],
         "squared_relu": config.get("squared_relu", False),
@@ -51,7 +52,9 @@ def model_fields(config: dict[str, Any]) -> dict[str, Any]:
             "moe_ffn_hidden_size": config["moe_ffn"],
             "moe_shared_expert_intermediate_size": config["shared_expert"] or 0,
             "moe_layer_freq": config["moe_layer_freq"] or 1,
-            "moe_router_load_balancing_type": "aux_loss" if config["aux_loss"] else "none",
+            "moe_router_load_balancing_type": config.get("aux_type") or ("aux_loss" if config["aux_loss"] else "none"),
+            "moe_aux_loss_coeff": config.get("aux_coefficient"),
+            "moe_router_dtype": config.get("router_dtype") or "",
         }
     if config["mla"]:  # the widths behind the recorded mla_shapes
         model |= {"multi_latent_attention": True, "q_lora_rank": config["q_lora"] or 0, "kv_lora_rank": 72}

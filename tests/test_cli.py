@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aicb.cli import main, switches
-from aicb.options import IGNORED, OPTIONS
+from aicb.cli import main
+from aicb.options import OPTIONS
+from aicb.words import switches
 
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = str(REPOSITORY / "workload" / "aiob_inputs" / "Example.txt")
@@ -28,6 +29,8 @@ moe_enable num_experts moe_router_topk moe_grouped_gemm moe_ffn_hidden_size moe_
 n_shared_expert moe_layer_freq n_dense_layers moe_router_load_balancing_type moe_load_imbalance multi_latent_attention
 q_lora_rank kv_lora_rank qk_nope_dim qk_rope_dim v_head_dim force json quiet model_size add_qkv_bias train_iter device
 l2 time_budget profile_only profile_dir micro_batches_written short
+args_file group_query_attention rotary_percent expert_tensor_parallel_size moe_aux_loss_coeff moe_router_dtype
+moe_router_enable_expert_bias
 """.split()
 SHORT = {
     "-m": "model_size",
@@ -35,6 +38,10 @@ SHORT = {
     "--tp": "tensor_model_parallel_size",
     "--pp": "pipeline_model_parallel",
     "--pipeline_model_parallel_size": "pipeline_model_parallel",
+    "--tp_num": "tensor_model_parallel_size",
+    "--pp_num": "pipeline_model_parallel",
+    "--ep_num": "expert_model_parallel_size",
+    "--comm_frame": "frame",
     "--ep": "expert_model_parallel_size",
     "--cp": "context_parallel_size",
     "--sp": "enable_sequence_parallel",
@@ -50,6 +57,8 @@ SHORT = {
     "--n_dense_layer": "n_dense_layers",
     "--qk_nope_head_dim": "qk_nope_dim",
     "--qk_rope_head_dim": "qk_rope_dim",
+    "--qk_head_dim": "qk_nope_dim",
+    "--qk_pos_emb_head_dim": "qk_rope_dim",
     "--aiob": "aiob_enable",
 }
 
@@ -101,17 +110,7 @@ def test_switches_take_the_values_that_scripts_write() -> None:
     assert switches(["--sp", "off", "--tp", "2"]) == ["--no-sp", "--tp", "2"]
     assert switches(["--enable-sequence-parallel", "True"]) == ["--enable-sequence-parallel"]
     assert switches(["--sp=on", "--sp=0"]) == ["--sp", "--no-sp"]
-    assert switches(["--workload_only", "on", "--tp", "1"]) == ["--workload_only", "--tp", "1"]
     assert switches(["--model_name", "off", "--model_name=off"]) == ["--model_name", "off", "--model_name=off"]
-
-
-@pytest.mark.parametrize("name", IGNORED)
-def test_options_without_meaning_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    words = [f"--{name}", "1"] if IGNORED[name] else [f"--{name}"]
-    code, out, err = run(capsys, "generate", "-m", "7", *words, "--tp", "2", "--json")
-    assert code == 0
-    assert json.loads(out)["tp"] == 2  # nothing after it is dropped
-    assert err == f"aicb: warning: --{name} has no meaning for the workload and is ignored\n"
 
 
 @pytest.mark.parametrize(

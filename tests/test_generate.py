@@ -109,7 +109,8 @@ def test_a_profile_changes_times_and_nothing_else(capsys: pytest.CaptureFixture[
     ("words", "said"),
     [
         (["-m", "15"], "-m 15: no such preset"),
-        (["-m", "7", "--ep_num", "16"], "no such option: --ep_num (nearest: --epoch_num"),
+        (["-m", "7", "--epoch_nun", "16"], "no such option: --epoch_nun (nearest: --epoch_num"),
+        (["-m", "deepseek"], "-m deepseek: which one? deepseek16, deepseek236, deepseek671"),
         (["-m", "7", "--pp", "10", "--world_size", "80"], "--num_layers 36 must be a multiple of"),
         (["-m", "7", "--world_size", "16", "--tp", "2", "--global_batch", "2"], "8 data-parallel ranks"),
         (["-m", "7", "--tp"], "--tp"),

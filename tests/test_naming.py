@@ -87,6 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "make_vocab_size_divisible_by": [64],
     "max_position_embeddings": [4096, 8192],
     "position_embedding_type": ["rope", "none"],
+    "rotary_percent": [0.5],
     "normalization": ["RMSNorm"],
     "swiglu": [True],
     "squared_relu": [True],
@@ -97,6 +98,10 @@ VALUES: dict[str, list[Any]] = {
     "moe_enable": [True],
     "num_experts": [8, 16],
     "moe_router_topk": [1, 4],
+    "moe_aux_loss_coeff": [0.0, 0.01],
+    "moe_router_dtype": ["fp32", "fp64"],
+    "moe_router_enable_expert_bias": [True],
+    "group_query_attention": [True],
     "moe_grouped_gemm": [True],
     "moe_ffn_hidden_size": [1024],
     "moe_shared_expert_intermediate_size": [2048],
@@ -119,6 +124,7 @@ VALUES: dict[str, list[Any]] = {
 }
 # What changes no file, or is the same to it as another option.
 SILENT = {"frame", "context_parallel_size", "aiob_enable", "allow_profile_mismatch", "result_dir"}
+SILENT |= {"args_file", "expert_tensor_parallel_size"}
 SILENT |= {"force", "json", "quiet"}
 
 ESSENTIAL = {"num_layers": 12, "hidden_size": 2048, "num_attention_heads": 16}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from aicb.config.job import Job
 from aicb.config.model import ESSENTIAL, LAYERS_MAX, ModelConfig, make_model
@@ -18,6 +18,8 @@ from aicb.units import whole_number
 
 DEFAULT_TP = 8
 MODEL_OPTIONS = {field.name for field in fields(ModelConfig)} - {"name"} | {
+    "group_query_attention",
+    "moe_aux_loss_coeff",
     "moe_enable",
     "n_dense_layers",
     "n_shared_expert",
@@ -57,6 +59,12 @@ def configure(typed: Mapping[str, Any]) -> Configured:
     notes += _idle(typed, model)
     _check_frame(typed.get("frame", "Megatron"), model)
     parallel = _pick(ParallelConfig, {"tensor_model_parallel_size": tp, **typed})
+    tp_of_experts = typed.get("expert_tensor_parallel_size", parallel.tensor_model_parallel_size)
+    require(
+        tp_of_experts == parallel.tensor_model_parallel_size,
+        f"--expert_tensor_parallel_size {tp_of_experts} must be --tensor_model_parallel_size "
+        f"{parallel.tensor_model_parallel_size}: experts are split over TP as the rest is, for now",
+    )
     if parallel.enable_sequence_parallel and not parallel.sequence_parallel:
         notes.append("--enable_sequence_parallel has no effect with one TP rank")
     training = _training(typed)
@@ -183,17 +191,44 @@ def _training(typed: Mapping[str, Any]) -> TrainingConfig:
 
 
 def layer_freq(text: str) -> int | tuple[int, ...]:
-    """Read --moe_layer_freq: an integer, or a list such as [0,1,1] or ([0]*1+[1]*26), as Megatron-LM takes it."""
-    compact = text.replace(" ", "").strip("()")
-    number = whole_number(compact)
+    """Read --moe_layer_freq as Megatron-LM takes it: an integer, or a list such as [0,1,1] or ([1]*3+[0])*2.
+
+    Quotes that scripts leave around it do not matter. Raises UserError; nothing is evaluated.
+    """
+    compact = re.sub(r"[\s'\"]", "", text)
+    number = whole_number(compact.strip("()"))
     if number is not None:
         return number
-    pattern: list[int] = []
-    for part in compact.split("+"):
-        found = re.fullmatch(r"\[?([01](?:,[01])*),?\]?(?:\*(\d{1,5}))?", part)
-        if found is None:
-            raise UserError(f"--moe_layer_freq {text} must be an integer or a list of 0 and 1: [0,1,1] or [0]*1+[1]*26")
-        items, times = [int(item) for item in found[1].split(",")], int(found[2] or 1)
-        require(len(pattern) + len(items) * times <= LAYERS_MAX, f"--moe_layer_freq: more than {LAYERS_MAX} layers")
-        pattern += items * times
+    pattern, rest = _sum(compact, text)
+    if rest:
+        _no_list(text)
     return tuple(pattern)
+
+
+def _sum(rest: str, text: str) -> tuple[list[int], str]:
+    """Read `part+part...`, each `[0,1]` or `(sum)`, times whole numbers; return the list and what is left."""
+    total: list[int] = []
+    while True:
+        listed = re.match(r"\[([01](?:,[01])*),?\]", rest)
+        if listed:
+            part, rest = [int(item) for item in listed[1].split(",")], rest[listed.end() :]
+        elif rest.startswith("("):
+            part, rest = _sum(rest[1:], text)
+            if not rest.startswith(")"):
+                _no_list(text)
+            rest = rest[1:]
+        else:
+            _no_list(text)
+        while times := re.match(r"\*(\d{1,6})", rest):
+            rest = rest[times.end() :]
+            require(len(part) * int(times[1]) <= LAYERS_MAX, f"--moe_layer_freq: more than {LAYERS_MAX} layers")
+            part = part * int(times[1])
+        total += part
+        require(len(total) <= LAYERS_MAX, f"--moe_layer_freq: more than {LAYERS_MAX} layers")
+        if not rest.startswith("+"):
+            return total, rest
+        rest = rest[1:]
+
+
+def _no_list(text: str) -> NoReturn:
+    raise UserError(f"--moe_layer_freq {text[:60]} must be an integer or a list of 0 and 1: [0,1,1] or [0]*1+[1]*26")

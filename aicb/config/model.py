@@ -15,8 +15,16 @@ from aicb.errors import UserError, require
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 LOAD_BALANCING = ("aux_loss", "none")
+BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+ROUTER_BYTES = {"": 0, "fp32": 4, "fp64": 8}
 # What `--multi_latent_attention` and the experts need, and what has no meaning without them.
-ZERO_IS_NONE = ("q_lora_rank", "moe_shared_expert_intermediate_size", "n_dense_layers", "n_shared_expert")
+ZERO_IS_NONE = (
+    "moe_aux_loss_coeff",
+    "q_lora_rank",
+    "moe_shared_expert_intermediate_size",
+    "n_dense_layers",
+    "n_shared_expert",
+)
 MLA_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim")
 LAYERS_MAX = 100_000  # rows are listed layer by layer
 SIZE_MAX = 10**12
@@ -27,6 +35,8 @@ MOE_FIELDS = (
     "moe_shared_expert_intermediate_size",
     "moe_layer_freq",
     "moe_router_load_balancing_type",
+    "moe_router_dtype",
+    "moe_router_enable_expert_bias",
     "moe_grouped_gemm",
 )
 
@@ -53,6 +63,8 @@ class ModelConfig:
     max_position_embeddings: int = 4096
     """Rows of the learned position table; of no effect with rope."""
     position_embedding_type: str = "learned_absolute"
+    rotary_percent: float = 1.0
+    """Part of each head that rotary positions turn; the rest passes as it is (GLM-4, GPT-NeoX)."""
     normalization: str = "LayerNorm"
     swiglu: bool = False
     squared_relu: bool = False
@@ -72,6 +84,10 @@ class ModelConfig:
     moe_layer_freq: tuple[int, ...] = ()
     """One 0 (dense) or 1 (experts) per layer; empty without experts."""
     moe_router_load_balancing_type: str = "aux_loss"
+    moe_router_dtype: str = ""
+    """Of the router's probabilities, fp32 or fp64; empty: the model's own."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias of a token's choice of experts (DeepSeek-V3): no parameter; its token counts are summed once a step."""
     moe_grouped_gemm: bool = False
     multi_latent_attention: bool = False
     q_lora_rank: int = 0
@@ -98,10 +114,32 @@ class ModelConfig:
             flag = "qk_rope_dim" if self.multi_latent_attention else "kv_channels"
             width = getattr(self, flag)
             require(width % 2 == 0, f"--{flag} {width} must be even: rotary positions turn pairs")
+            self._check_rotary()
+        else:
+            require(self.rotary_percent == 1, f"--rotary_percent {self.rotary_percent:g} needs rotary positions")
         if self.num_experts:
             self._check_experts()
         if self.multi_latent_attention:
             self._check_latent_attention()
+
+    def _check_rotary(self) -> None:
+        part = self.rotary_percent
+        require(0 < part <= 1, f"--rotary_percent {part:g} must be above 0 and at most 1 (1: the whole head)")
+        require(
+            part == 1 or not self.multi_latent_attention,
+            f"--rotary_percent {part:g} has no meaning with latent attention (--qk_rope_dim)",
+        )
+        turned = self.rotary_width
+        require(
+            turned > 0 and turned % 2 == 0,
+            f"--rotary_percent {part:g} of --kv_channels {self.kv_channels} is {turned}, and must be even: rotary "
+            "positions turn pairs",
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that rotary positions turn, rounded down as Megatron-Core does."""
+        return self.qk_rope_dim if self.multi_latent_attention else int(self.kv_channels * self.rotary_percent)
 
     def _check_experts(self) -> None:
         for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size"):
@@ -113,6 +151,10 @@ class ModelConfig:
         shared = self.moe_shared_expert_intermediate_size
         require(shared >= 0, f"--moe_shared_expert_intermediate_size {shared} must not be negative")
         _one_of(self, "moe_router_load_balancing_type", LOAD_BALANCING)
+        require(
+            self.moe_router_dtype in ROUTER_BYTES,
+            f"--moe_router_dtype {self.moe_router_dtype} must be fp32 or fp64, or left out",
+        )
         pattern = self.moe_layer_freq
         require(
             len(pattern) == self.num_layers and set(pattern) <= {0, 1},
@@ -128,6 +170,10 @@ class ModelConfig:
             self.position_embedding_type == "rope",
             f"--multi_latent_attention needs --position_embedding_type rope, not {self.position_embedding_type}",
         )
+
+    def router_bytes(self, element_bytes: int) -> int:
+        """Bytes of one of the router's probabilities, in a model of `element_bytes`."""
+        return ROUTER_BYTES[self.moe_router_dtype] or element_bytes
 
     @property
     def dense_layers(self) -> int:
@@ -153,7 +199,8 @@ def _one_of(model: ModelConfig, name: str, allowed: tuple[str, ...]) -> None:
 def make_model(base: Mapping[str, Any], typed: Mapping[str, Any]) -> ModelConfig:
     """Build a ModelConfig from `base` (a preset, a file) and what the user typed, which wins.
 
-    Besides ModelConfig's fields, `n_dense_layers` and `n_shared_expert` are understood. What neither gives is derived
+    Besides ModelConfig's fields, `n_dense_layers`, `n_shared_expert`, `group_query_attention` and `moe_aux_loss_coeff`
+    are understood. What neither gives is derived
     as Megatron-LM does: num_query_groups = heads, kv_channels = hidden / heads, ffn = 4 hidden, or
     int(8 hidden / 3 / 64) 64 with SwiGLU. Raises UserError naming flags, values and the rule.
     """
@@ -198,8 +245,13 @@ def _resolve_attention(config: dict[str, Any], typed: Mapping[str, Any]) -> None
         if "position_embedding_type" not in config:
             config["position_embedding_type"] = "rope"
         require(config["kv_channels"] > 0, "--multi_latent_attention needs --qk_nope_dim and --qk_rope_dim")
+    grouped = config.pop("group_query_attention", None)
+    require(
+        grouped is not False or config.get("num_query_groups") in (None, heads),
+        f"--no-group_query_attention and {config.get('num_query_groups')} key/value heads contradict each other",
+    )
     if config.get("num_query_groups") is None:
-        config["num_query_groups"] = heads
+        config["num_query_groups"] = 1 if grouped else heads  # Megatron-LM's --num-query-groups is 1 by default
     if config.get("kv_channels") is None:
         require(
             hidden % heads == 0,
@@ -216,8 +268,12 @@ def _resolve_experts(config: dict[str, Any], typed: Mapping[str, Any]) -> None:
         wanted is not False or not experts,
         f"--no-moe_enable and {experts} experts contradict each other: --num_experts 0 makes the model dense",
     )
-    names = (*MOE_FIELDS, "n_dense_layers", "n_shared_expert")
+    names = (*MOE_FIELDS, "n_dense_layers", "n_shared_expert", "moe_aux_loss_coeff")
     _refuse(typed, names, experts > 0, "--num_experts")
+    coefficient = config.pop("moe_aux_loss_coeff", None)
+    if coefficient == 0 and config.get("moe_router_load_balancing_type", "aux_loss") in BALANCING_LOSSES:
+        # Megatron-Core 0.13.1, moe/router.py: without a weight the loss is not computed, nor anything summed for it
+        config["moe_router_load_balancing_type"] = "none"
     dense, shared = config.pop("n_dense_layers", None), config.pop("n_shared_expert", None)
     if not experts:
         config.pop("moe_layer_freq", None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aicb.config.model import ESSENTIAL
-from aicb.errors import UserError, nearest
+from aicb.errors import UserError, nearest, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,10 @@ DEFAULT_PRESET = "13"
 
 
 def preset(name: str) -> Preset:
-    """Return the preset `name`. Raises UserError with the nearest names."""
+    """Return the preset `name`. Raises UserError with the nearest names, or those that it may stand for."""
     if name not in PRESETS:
+        begun = [known for known in PRESETS if known.startswith(name.lower())]
+        require(not (name and begun), f"-m {name}: which one? {', '.join(begun)} (see: aicb models)")
         flags = " ".join(f"--{field}" for field in ESSENTIAL)
         raise UserError(
             f"-m {name}: no such preset{nearest(name, PRESETS) or ': known are ' + ', '.join(PRESETS)}; "

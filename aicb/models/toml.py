@@ -16,6 +16,7 @@ from aicb.config.model import (
     MOE_FIELDS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
+    ROUTER_BYTES,
     ModelConfig,
     make_model,
 )
@@ -28,6 +29,7 @@ _CHOICES = {
     "position_embedding_type": POSITION_EMBEDDINGS,
     "normalization": NORMALIZATIONS,
     "moe_router_load_balancing_type": LOAD_BALANCING,
+    "moe_router_dtype": tuple(ROUTER_BYTES),
 }
 _FIELDS: dict[str, Field[Any]] = {field.name: field for field in fields(ModelConfig)}
 
@@ -86,6 +88,10 @@ def _typed(where: str, key: str, value: object) -> Any:
         usable = len(value) <= MAX_LAYERS and all(type(item) is int and item in (0, 1) for item in value)
         require(usable, f"{where} {show(value)} must hold a 0 or 1 for each layer, or be a whole number: correct it")
         return tuple(value)
+    if kind == "float":
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+        require(number, f"{where} {show(value)} must be a number above 0 and at most 1: correct it in the file")
+        return value
     least = 0 if field is None or field.default == 0 else 1
     return checked_integer(where, value, least, MAX_LAYERS if key == "num_layers" else MAX_SIZE)
 

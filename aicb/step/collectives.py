@@ -121,8 +121,8 @@ def experts(job: Job) -> tuple[Step, ...]:
     """The experts of one layer: alltoall dispatcher, experts sharded over EP and TP."""
     g, model, tokens = groups(job), job.model, routed_tokens(job)
     row = "mlp_moelayer"
-    per_copy = job.element_bytes  # of one probability
-    state = per_copy * model.hidden_size  # of one token's hidden state
+    per_copy = model.router_bytes(job.element_bytes)  # of one probability
+    state = job.element_bytes * model.hidden_size  # of one token's hidden state
     statistics = None
     if model.moe_router_load_balancing_type != "none":
         statistics = g.make("ALLREDUCE", "TP", 8 * model.num_experts)
@@ -130,6 +130,9 @@ def experts(job: Job) -> tuple[Step, ...]:
     counts = 8 * model.num_experts * job.tp * job.ep  # int64; runs over TP x EP, which the format cannot say
     dispatch, odds = (g.make("ALLTOALL", "EP", tokens * each) for each in (state, per_copy))
     gather, gather_odds = (g.make("ALLGATHER", "TP", tokens * job.tp * each) for each in (state, per_copy))
+    # The experts' output is summed over TP in the probabilities' precision (0.13.1, token_dispatcher.py; recorded).
+    summed = tokens * job.tp * per_copy * model.hidden_size
+    together, apart = g.make("REDUCESCATTER", "TP", summed), g.make("ALLGATHER", "TP", summed)
     scatter, scatter_odds = (g.make("REDUCESCATTER", "TP", tokens * job.tp * each) for each in (state, per_copy))
     return (
         Step(row, None if full else statistics, part="router", recomputed=statistics),
@@ -138,7 +141,7 @@ def experts(job: Job) -> tuple[Step, ...]:
         Step(row, odds, odds, part="dispatch_probabilities"),
         Step(row, gather, scatter, part="gather"),
         Step(row, gather_odds, scatter_odds, part="gather_probabilities"),
-        Step(row, scatter, gather, part="experts"),
+        Step(row, together, apart, part="experts"),
         Step(row, dispatch, dispatch, part="combine"),
     )
 

@@ -151,13 +151,16 @@ def _projections(job: Job) -> Iterator[Kernel]:
 
 
 def _rope(job: Job, row: str, heads: int, width: int) -> Kernel:
+    """What does not turn is copied beside what does: Megatron-Core puts the head together again."""
+    turned = job.model.rotary_width
     shape = {
         "batch": job.training.micro_batch,
         "seq": job.training.seq_length,
         "heads": heads,
         "width": width,
+        **({"turned": turned} if turned < width else {}),
     }
-    traffic = job.element_bytes * (2 * job.tokens * heads * width + 2 * job.training.seq_length * width)
+    traffic = job.element_bytes * (2 * job.tokens * heads * width + 2 * job.training.seq_length * turned)
     return Kernel(name="atten_rope", op="rope", rows=(row,), shape=shape, bytes=traffic, required=False)
 
 
@@ -350,6 +353,7 @@ def slice_of(job: Job) -> dict[str, str]:
     """What the kernels' shapes depend on, as a profile states it and as the generator compares it."""
     model, training = job.model, job.training
     names = ["hidden_size", "num_attention_heads", "ffn_hidden_size", "normalization", "position_embedding_type"]
+    names += ["rotary_percent"] * (model.position_embedding_type == "rope" and not model.multi_latent_attention)
     names += ["swiglu", "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm"]
     names += ["num_query_groups", "kv_channels", "multi_latent_attention", "num_experts"]
     if model.multi_latent_attention:

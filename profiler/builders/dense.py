@@ -93,18 +93,21 @@ def gemm_bytes(shape: Shape, d: int) -> int:
 
 
 def rope(request: Request) -> Built:
-    """Rotate halves of every head, (s, b, heads, width), in the model's precision, unfused."""
+    """Rotate halves of every head, or of its first part, (s, b, heads, width), in the model's precision, unfused."""
     batch, seq, heads, width = request.sizes("batch", "seq", "heads", "width")
-    cos, sin = functions.rope_tables(seq, width, request.device, request.dtype)
+    turned = request.kernel.shape.get("turned", width)
+    cos, sin = functions.rope_tables(seq, turned, request.device, request.dtype)
     cos, sin = cos[:, None, None], sin[:, None, None]
     x = request.leaf(seq, batch, heads, width)
-    return differentiated(request.kernel, lambda: functions.rotate(x, cos, sin), {"input": x}, "input")
+    turn = functions.rotate if turned == width else functions.rotate_part
+    return differentiated(request.kernel, lambda: turn(x, cos, sin), {"input": x}, "input")
 
 
 def rope_bytes(shape: Shape, d: int) -> int:
     """Return bytes."""
     row = shape["seq"] * shape["width"]
-    return 11 * d * row * shape["batch"] * shape["heads"] + 40 * row
+    copies = 14 if "turned" in shape else 11
+    return copies * d * row * shape["batch"] * shape["heads"] + 40 * row
 
 
 def latent_rope(request: Request) -> Built:

@@ -37,6 +37,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_tp": ({"squared_relu": True}, {"tensor_model_parallel_size": 2}),
     "llama_gqa": ({"num_query_groups": 2, **_LLAMA}, {}),
     "gqa_qk_norm_sp": ({"num_query_groups": 2, "qk_layernorm": True, **_LLAMA}, _SPLIT),
+    "partial_rotary": ({**_LLAMA, "rotary_percent": 0.5}, {}),
     "mla": (_LATENT, {}),
     "mla_no_q_lora_sp": ({**_LATENT, "q_lora_rank": 0}, _SPLIT),
     "moe_bias": (_EXPERTS, {"expert_model_parallel_size": 2}),
@@ -111,6 +112,11 @@ def rotate(x: Tensor, seq_dim: int) -> Tensor:
     turn = torch.polar(torch.ones(x.size(seq_dim), half, dtype=torch.float64), torch.tensor(angles).double())
     turned = torch.complex(x[..., :half], x[..., half:]) * turn.view(size)
     return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def rotate_part(x: Tensor, seq_dim: int, width: int) -> Tensor:
+    """The first `width` elements of each head turn."""
+    return torch.cat((rotate(x[..., :width], seq_dim), x[..., width:]), dim=-1)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -245,7 +251,7 @@ REFERENCES: dict[str, Reference] = {
     "norm": lambda t, _: norm(t["input"], t["weight"], t.get("bias")),
     "gemm": lambda t, _: t["input"] @ t["weight"].T + t.get("bias", torch.zeros(1, dtype=torch.float64)),
     "grouped_gemm": _grouped,
-    "rope": lambda t, _: rotate(t["input"], seq_dim=0),
+    "rope": lambda t, shape: rotate_part(t["input"], 0, shape.get("turned", shape["width"])),
     "latent_rope": _latent_query,
     "flash_attention": _flash,
     "scores": _scores,

@@ -15,7 +15,17 @@ from aicb.config.job import Job
 from aicb.errors import UserError
 from profiler.builders import build
 from profiler.layer import build_layer
-from tests.profiler.numerics import CPU, JOBS, TOLERANCES, as_double, assert_close, chosen, kernels, small_job
+from tests.profiler.numerics import (
+    CPU,
+    JOBS,
+    TOLERANCES,
+    as_double,
+    assert_close,
+    chosen,
+    kernels,
+    rotate_part,
+    small_job,
+)
 from tests.profiler.numerics import activation as reference_activation
 from tests.profiler.numerics import attention as reference_attention
 from tests.profiler.numerics import norm as reference_norm
@@ -55,7 +65,8 @@ class ReferenceLayer:
         query, key, value = qkv[:, :q], qkv[:, q : q + kv], qkv[:, q + kv :]
         query, key, value = (part.reshape(len(part), -1, width) for part in (query, key, value))
         if model.position_embedding_type == "rope":
-            query, key = reference_rotate(query, 0), reference_rotate(key, 0)
+            turned = round(width * model.rotary_percent)
+            query, key = (rotate_part(part, 0, turned) for part in (query, key))
         return query, key, value
 
     def latent(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +84,8 @@ class ReferenceLayer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefix"), [("gpt", "mlp"), ("llama_gqa", "mlp"), ("mla", "mlp"), ("mla_moe", "dense")]
+    ("kind", "prefix"),
+    [("gpt", "mlp"), ("llama_gqa", "mlp"), ("partial_rotary", "mlp"), ("mla", "mlp"), ("mla_moe", "dense")],
 )
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_layer_on_one_rank_equals_a_float64_layer(kind: str, prefix: str, dtype: str) -> None:

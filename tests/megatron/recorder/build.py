@@ -38,6 +38,10 @@ EXTRAS: dict[str, Any] = {
     "first_stage_layers": None,
     "last_stage_layers": None,
     "kv_channels": None,
+    "rotary_percent": 1.0,
+    "router_dtype": None,  # fp32 or fp64
+    "aux_type": None,  # another load balancing than aux_loss
+    "aux_coefficient": None,  # another than 0.01
     "mla_down_proj": "replicated",  # or "column", what the layer specs of 0.13.1 really choose
 }
 MLA_SIZES = {"kv_lora_rank": 72, "qk_head_dim": 24, "qk_pos_emb_head_dim": 16, "v_head_dim": 56}
@@ -68,6 +72,9 @@ def activation(config: Config) -> Any:
 def moe_options(config: Config) -> dict[str, Any]:
     if config["moe"] is None:
         return {}
+    coefficient = 0.01 if config["aux_loss"] else 0.0
+    if config["aux_coefficient"] is not None:
+        coefficient = config["aux_coefficient"]
     options = {
         "num_moe_experts": config["moe"],
         "moe_router_topk": config["topk"],
@@ -75,8 +82,9 @@ def moe_options(config: Config) -> dict[str, Any]:
         "moe_ffn_hidden_size": config["moe_ffn"],
         "moe_token_dispatcher_type": config["dispatcher"],
         "moe_shared_expert_intermediate_size": config["shared_expert"],
-        "moe_router_load_balancing_type": "aux_loss" if config["aux_loss"] else "none",
-        "moe_aux_loss_coeff": 0.01 if config["aux_loss"] else 0.0,
+        "moe_router_load_balancing_type": config["aux_type"] or ("aux_loss" if config["aux_loss"] else "none"),
+        "moe_aux_loss_coeff": coefficient,
+        "moe_router_dtype": config["router_dtype"],
     }
     if config["moe_layer_freq"] is not None:
         options["moe_layer_freq"] = config["moe_layer_freq"]
@@ -161,6 +169,7 @@ def build_model(config: Config) -> GPTModel:
         post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=not config["untied"],
         position_embedding_type=config["position_embedding"] or position,
+        rotary_percent=config["rotary_percent"],
     )
     if not config["untied"] and model.post_process:
         # The last stage's copy starts as zeros, and an all-reduce would have filled it.

@@ -237,7 +237,9 @@ def torch_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_
 
 def uniform_logits(router: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Router logits under which each expert gets as many tokens as any other."""
-    logits = torch.nn.functional.linear(tensor, router.weight.to(tensor.dtype))
+    # As moe_utils.router_gating_linear, which fails without Transformer Engine in 0.13.1.
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(router.config.moe_router_dtype, tensor.dtype)
+    logits = torch.nn.functional.linear(tensor.to(dtype), router.weight.to(dtype))
     experts, chosen = router.config.num_moe_experts, router.topk
     flat = logits.view(-1, experts)
     first = torch.arange(len(flat)).unsqueeze(1) * chosen

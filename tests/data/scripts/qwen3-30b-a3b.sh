@@ -1,0 +1,31 @@
+MODEL_ARGS=(
+   --num-layers 48
+   --hidden-size 2048
+   --num-attention-heads 32
+   --group-query-attention
+   --num-query-groups 4
+   --kv-channels 128
+   --ffn-hidden-size 6144
+   --disable-bias-linear
+   --qk-layernorm
+   --swiglu
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --position-embedding-type rope
+   --rotary-percent 1.0
+   --rotary-base 1000000
+   --vocab-size 151936
+   --untie-embeddings-and-output-weights
+   # experts
+   --num-experts 128
+   --moe-layer-freq "'([1]*48)'"
+   --moe-ffn-hidden-size 768
+   --moe-router-topk 8
+   --moe-router-score-function softmax
+   --moe-router-dtype fp32
+   --moe-token-dispatcher-type alltoall
+   --moe-token-drop-policy probs
+   --moe-grouped-gemm
+   --moe-permute-fusion
+   --moe-aux-loss-coeff 0
+)
