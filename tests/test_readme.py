@@ -52,7 +52,8 @@ def test_command_runs(command: str, checkout: Path) -> None:
     done = run(command, checkout)
     assert done.returncode == 0, done.stderr
     measuring = command.startswith("aicb profile")  # says on stderr how far it is
-    assert measuring or done.stderr == ""
+    script = "--args_file" in command and done.stderr.endswith(" have no effect on the workload\n")
+    assert measuring or script or done.stderr == ""
 
 
 def test_make_run_generates_the_sample(checkout: Path) -> None:

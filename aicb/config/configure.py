@@ -209,9 +209,9 @@ def _sum(rest: str, text: str) -> tuple[list[int], str]:
     """Read `part+part...`, each `[0,1]` or `(sum)`, times whole numbers; return the list and what is left."""
     total: list[int] = []
     while True:
-        listed = re.match(r"\[([01](?:,[01])*),?\]", rest)
+        listed = re.match(r"\[([01](?:,[01])*),?\]|([01](?:,[01])+)$", rest)
         if listed:
-            part, rest = [int(item) for item in listed[1].split(",")], rest[listed.end() :]
+            part, rest = [int(item) for item in (listed[1] or listed[2]).split(",")], rest[listed.end() :]
         elif rest.startswith("("):
             part, rest = _sum(rest[1:], text)
             if not rest.startswith(")"):
