@@ -54,6 +54,7 @@ def profile(found: Profile) -> str:
         times = [
             _us(section.min),
             _us(section.avg),
+            _us(section.more.get("forward_median")),
             _us(section.max),
             _us(section.input_grad),
             _us(section.weight_grad),
@@ -61,7 +62,7 @@ def profile(found: Profile) -> str:
         rows.append((name, *times, *_rate(rate.get("forward"))))
     gpu = units.printable(found.origin.get("gpu", "unknown GPU: the file does not say"))
     known = f"{peak.tflops_16bit:g} TFLOP/s (16 bit, dense), {peak.gb_per_s:g} GB/s" if peak else "unknown"
-    head = ("section", "min us", "avg us", "max us", "dgrad us", "wgrad us", "TFLOP/s", "GB/s", "of peak")
+    head = ("section", "min us", "avg us", "median us", "max us", "dgrad us", "wgrad us", "TFLOP/s", "GB/s", "of peak")
     origin = [f"  {key}: {units.printable(value)}" for key, value in found.origin.items()]
     parts = [
         f"{found.path}: compute profile, generation {found.generation}, train_iter {found.train_iter}, {gpu}",

@@ -33,6 +33,8 @@ class Device(ABC):
     torch_device: torch.device
     name: str
     burn_in_s: float
+    identity: str = ""
+    """Tells the card from others of its host; empty where it may be shared."""
     _buffer: torch.Tensor
 
     def now(self) -> float:
@@ -147,6 +149,8 @@ class Cuda(Device):
     def __init__(self, index: int = 0) -> None:
         """Take card `index` of those that CUDA_VISIBLE_DEVICES leaves."""
         count = torch.cuda.device_count()
+        if count == 1:  # a scheduler may show each rank one card; whether it is its own, the ranks find out together
+            index = 0
         require(
             index < count,
             f"LOCAL_RANK {index}: this machine shows {count} CUDA GPU(s), so torchrun's --nproc_per_node must be at "
@@ -156,7 +160,9 @@ class Cuda(Device):
         self.torch_device = torch.device("cuda", index)
         self._properties: Any = torch.cuda.get_device_properties(index)
         self.name = self._properties.name
-        self._telemetry = Telemetry(*_identity(self._properties))
+        uuid, pci = _identity(self._properties)
+        self.identity = uuid or pci or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {index}"
+        self._telemetry = Telemetry(uuid, pci)
         cache = getattr(self._properties, "L2_cache_size", 0) or 128 * MIB  # unknown: more than any card of today
         self._buffer = torch.empty(2 * cache, dtype=torch.uint8, device=self.torch_device)
         self._cycles_per_s = self._calibrate()
@@ -170,6 +176,11 @@ class Cuda(Device):
             end = self.mark()
             self.synchronize()
         return cycles / max(self.elapsed_us(start, end), 1.0) * 1e6
+
+    def burn_in(self, seconds: float) -> None:
+        """Wake the card, then count its cycles again: they are the SM's own, and at an idle clock there are fewer."""
+        super().burn_in(seconds)
+        self._cycles_per_s = self._calibrate()
 
     def mark(self) -> torch.cuda.Event:
         """Record an event; nothing waits for it."""

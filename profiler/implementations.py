@@ -29,6 +29,7 @@ APEX_FAST_WIDTHS = frozenset(
     {1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288}
     | {12800, 15360, 16384, 18432, 20480, 24576, 25600, 30720, 32768, 40960, 49152, 65536}
 )  # Megatron-Core 0.13.1, fusions/fused_layer_norm.py
+GROUPED_MM_CAPABILITIES = ((9, 0), (10, 0))
 EXTENSION_DEVICES = ("cuda",)
 """Where the kernels of flash-attn and apex run."""
 EPSILON = 1e-5
@@ -176,11 +177,14 @@ def _padding(qk: int, v: int) -> str:
 
 def _flash_attn(qk: int, v: int, device: torch.device) -> tuple[str, Attend]:
     package = _extension("flash_attn", "flash-attn", device)
+    version, function = (getattr(package, name, None) for name in ("__version__", "flash_attn_varlen_func"))
+    if version is None or function is None:  # FlashAttention-4 alone leaves a namespace of this name
+        raise _RefusedError("flash-attn has no flash_attn_varlen_func: FlashAttention-2 is not installed")
     if refusal := flash_refusal(qk, v):
         raise _RefusedError(refusal)
     if qk % 8 or v > qk:
         raise _RefusedError(f"flash-attn: head dim {qk} (V {v}) is not a multiple of 8, or narrower than V")
-    return f"flash-attn {package.__version__}{_padding(qk, v)}", FlashAttn(package.flash_attn_varlen_func)
+    return f"flash-attn {version}{_padding(qk, v)}", FlashAttn(function)
 
 
 def _sdpa(qk: int, v: int, repeat: bool, pad: bool) -> tuple[str, Attend]:
@@ -235,6 +239,21 @@ def _choose_norm(job: Job, width: int, device: torch.device) -> tuple[Choice, Ma
 # Experts
 
 
+def grouped_mm_refusal(dtype: torch.dtype, device: torch.device) -> str:
+    """Say why PyTorch's grouped_mm has no kernel of its own here, or return an empty string.
+
+    Elsewhere it copies the offsets to the host and runs one GEMM an expert, in silence (torch 2.13, GroupedBlas.cpp).
+    """
+    if device.type != "cuda":
+        return ""  # a CPU has only the loop inside it, and nothing to wait for
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == torch.bfloat16 and capability in GROUPED_MM_CAPABILITIES:
+        return ""
+    where = f"{str(dtype).removeprefix('torch.')} on compute capability {capability[0]}.{capability[1]}"
+    known = ", ".join(f"{major}.{minor}" for major, minor in GROUPED_MM_CAPABILITIES)
+    return f"torch grouped_mm has no kernel for {where}, only for bfloat16 on {known}: it would loop in silence"
+
+
 def _choose_grouped_gemm(job: Job, device: torch.device) -> tuple[Choice, GroupedGemm]:
     if not job.model.num_experts:
         return Choice("none", "the model has no experts"), Loop()
@@ -253,6 +272,8 @@ def _choose_grouped_gemm(job: Job, device: torch.device) -> tuple[Choice, Groupe
             yield experts.weight_grad(grad, x, counts, ends)
 
     def grouped() -> tuple[str, GroupedGemm]:
+        if refusal := grouped_mm_refusal(dtype, device):
+            raise _RefusedError(refusal)
         # functional.grouped_mm; torch._grouped_mm when it was new (2.8)
         found = getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
         if found is None:

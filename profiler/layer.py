@@ -56,7 +56,7 @@ class _Layer:
         self.flash = FLASH[0] in self.kernels
         batch, seq = job.training.micro_batch, job.training.seq_length
         self.order = (batch, seq) if self.flash else (seq, batch)  # of the tokens, as attention wants them
-        self.mask = functions.causal_mask(seq, device)
+        self.mask = None if self.flash else functions.causal_mask(seq, device)  # s x s
         model = job.model
         if model.position_embedding_type == "rope":
             tables = functions.rope_tables(seq, model.rotary_width, device, self.request("layernorm").dtype)
@@ -153,6 +153,7 @@ class _Layer:
         """Core attention on tensors in the token order -> (tokens, heads v)."""
         if self.flash:
             return self.choices.attend(query, key, value).reshape(self.job.tokens, -1)
+        assert self.mask is not None
         probabilities = functions.causal_softmax(functions.scores(query, key), self.mask)
         return functions.context(probabilities, value).view(self.job.tokens, -1)
 

@@ -34,6 +34,7 @@ CAP_S = 0.3
 WAYS = {GEMM: (INPUT_GRAD, WEIGHT_GRAD), INPUT: (INPUT_GRAD,), WEIGHT: (WEIGHT_GRAD,), NONE: ()}
 LAYER = "whole layer"
 _BURN_IN_SHARE = 0.1
+_NO_MEMORY = ("out of memory", "allocate memory", "STATUS_ALLOC_FAILED")
 _GIB = 2**30
 
 
@@ -70,10 +71,23 @@ def profile_job(job: Job, settings: Settings, name_of: Callable[[str], Path]) ->
     ranks = Ranks.from_environment()
     with process_group(ranks):
         device = ranks.together(lambda: pick_device(settings.device, ranks.local_rank, ranks.local_size))
+        _require_own_cards(ranks.exchange((host(), device.identity)))
         named = ranks.together(lambda: name_of(device.slug))  # may refuse, and must before anything is measured
         own = ranks.together(lambda: measure_job(job, settings, device, ranks))
         everyone = ranks.exchange(own)
         return ranks.together(lambda: _write(job, settings, named, everyone) if not ranks.rank else None)
+
+
+def _require_own_cards(cards: list[tuple[str, str]]) -> None:
+    """Raise UserError, on every rank alike, where two of a host measure on one card."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, card in enumerate(cards):
+        require(
+            not card[1] or card not in first,
+            f"ranks {first.get(card)} and {rank} ({card[0]}) measure on one GPU ({card[1]}): give each a card of its "
+            "own (CUDA_VISIBLE_DEVICES), or lower torchrun's --nproc_per_node",
+        )
+        first[card] = rank
 
 
 def _write(job: Job, settings: Settings, path: Path, results: list[RankResult]) -> Path:
@@ -163,15 +177,23 @@ def _layer(
     needed, free = sum(needed_bytes(kernel, job) for kernel in layer_kernels(job)), device.free_bytes()
     if needed > free:
         return {}, f"one layer needs up to {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB free"
+    try:
+        return _layer_times(job, settings, device, choices, budget), ""
+    except RuntimeError as error:  # the check may fail; what was measured before it must not be lost
+        why = f"{LAYER}: {'ran out of memory: ' if is_out_of_memory(error) else ''}{_first_line(error)}"
+    device.release()  # not in the handler, whose traceback holds the layer
+    return {}, why
+
+
+def _layer_times(job: Job, settings: Settings, device: Device, choices: Choices, budget: Budget) -> dict[str, Samples]:
     index = job.model.moe_layer_freq.index(1) if job.model.num_experts else 0
-    with _memory_errors(LAYER, device):
-        built = build_layer(job, device.torch_device, choices, index)
-        both = {INPUT_GRAD: built.input_grad, WEIGHT_GRAD: built.weight_grad}
-        ways = tuple(way for way, call in both.items() if call is not None)
-        times = _times(built, ways, settings, device, budget)
+    built = build_layer(job, device.torch_device, choices, index)
+    both = {INPUT_GRAD: built.input_grad, WEIGHT_GRAD: built.weight_grad}
+    ways = tuple(way for way, call in both.items() if call is not None)
+    times = _times(built, ways, settings, device, budget)
     del built, both
     device.release()
-    return times, ""
+    return times
 
 
 def check_memory(table: Iterable[Kernel], job: Job, device: Device) -> None:
@@ -197,9 +219,14 @@ def _memory_errors(what: str, device: Device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.cuda.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(_too_little(f"{what} ran out of memory: {_first_line(error)};", device, free)) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed: torch's own, the CPU's, the driver's, or one inside cuBLAS or cuDNN."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY)
 
 
 def _first_line(error: Exception) -> str:

@@ -173,12 +173,12 @@ def _ns(microseconds: float) -> int:
 
 
 def _kernel_time(kernel: Kernel, section: KernelTime) -> Nanoseconds:
-    """Forward as measured; gradients as measured, or estimated where the file has none.
+    """Forward as measured (the median, where the file has it); gradients likewise, or estimated where it has none.
 
     Estimate: a GEMM's input and weight gradient cost what its forward does; the backward of other kernels costs twice
     the forward (attention, norms, activations: 2 to 2.5), all of it input gradient; the embedding's is weight gradient.
     """
-    forward = _ns(section.avg)
+    forward = _ns(section.forward)
     ig, wg = section.input_grad, section.weight_grad
     if kernel.gradients == NONE:
         return Nanoseconds(ig=forward)  # the optimizer's one column is ig

@@ -62,14 +62,19 @@ class KernelTime:
     """Line of the file on which the section starts, from 1; 0 when it was not read from a file."""
 
     @property
+    def forward(self) -> float:
+        """Median forward time, us, which one hiccup does not move; the mean where the file has no other."""
+        return self.more.get("forward_median", self.avg)
+
+    @property
     def input_grad(self) -> float | None:
-        """Mean time of the input gradient (`input_grad_avg`), us; None when it was not measured."""
-        return self.more.get("input_grad_avg")
+        """Median time of the input gradient, us, or its mean; None when it was not measured."""
+        return self.more.get("input_grad_median", self.more.get("input_grad_avg"))
 
     @property
     def weight_grad(self) -> float | None:
-        """Mean time of the weight gradient (`weight_grad_avg`), us; None when it was not measured."""
-        return self.more.get("weight_grad_avg")
+        """Median time of the weight gradient, us, or its mean; None when it was not measured."""
+        return self.more.get("weight_grad_median", self.more.get("weight_grad_avg"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,28 @@ class Peak(NamedTuple):
 
 # By the name CUDA reports. Sources: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023),
 # "H200 Tensor Core GPU" (2024), "DGX B200" (2024, an eighth of the system: 64 TB/s, 18 PFLOP/s dense 16 bit), "L40S"
-# (2023), and the whitepaper "Ada GPU Architecture" (2022) for the RTX 4090. Figures given with sparsity are halved.
+# (2023), and the whitepaper "Ada GPU Architecture" (2022) for the RTX 4090; "H100 NVL" and "GH200 Grace Hopper" (2023),
+# "HGX B300" (2025, an eighth), "GB200 NVL72" (2024, a 72nd). H800 and A800 differ from H100 and A100 in NVLink alone;
+# the H20's are as published by its vendors (2024). Figures given with sparsity are halved.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": Peak(312, 1555),
     "NVIDIA A100-PCIE-40GB": Peak(312, 1555),
     "NVIDIA A100-SXM4-80GB": Peak(312, 2039),
     "NVIDIA A100 80GB PCIe": Peak(312, 1935),
+    "NVIDIA A800-SXM4-80GB": Peak(312, 2039),
+    "NVIDIA A800 80GB PCIe": Peak(312, 1935),
     "NVIDIA H100 80GB HBM3": Peak(989.5, 3350),
     "NVIDIA H100 PCIe": Peak(756.5, 2000),
+    "NVIDIA H100 NVL": Peak(835.5, 3900),
+    "NVIDIA H800": Peak(989.5, 3350),
+    "NVIDIA H800 PCIe": Peak(756.5, 2000),
+    "NVIDIA H20": Peak(148, 4000),
+    "NVIDIA GH200 480GB": Peak(989.5, 4000),
+    "NVIDIA GH200 144G HBM3e": Peak(989.5, 4900),
     "NVIDIA H200": Peak(989.5, 4800),
     "NVIDIA B200": Peak(2250, 8000),
+    "NVIDIA B300 SXM6 AC": Peak(2250, 8000),
+    "NVIDIA GB200": Peak(2500, 8000),
     "NVIDIA L40S": Peak(362.05, 864),
     "NVIDIA GeForce RTX 4090": Peak(165.2, 1008),
 }
@@ -111,8 +123,12 @@ def job_of(origin: Mapping[str, str], sections: Mapping[str, KernelTime]) -> Job
 def _value(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
-    number = units.whole_number(text)
-    return text if number is None else number
+    if (number := units.whole_number(text)) is not None:
+        return number
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def rates(profile: Profile) -> dict[str, dict[str, Rate]]:
@@ -128,8 +144,8 @@ def rates(profile: Profile) -> dict[str, dict[str, Rate]]:
 def _rates(kernel: Kernel, section: KernelTime, peak: Peak | None, dtype: str) -> dict[str, Rate]:
     known = peak if dtype in ("bfloat16", "float16") else None  # float32 depends on TF32, which the table cannot know
     result = {}
-    if section.avg > 0:
-        result["forward"] = _rate(kernel.flops, kernel.bytes, section.avg, known)
+    if section.forward > 0:
+        result["forward"] = _rate(kernel.flops, kernel.bytes, section.forward, known)
     for name, us in (("input_grad", section.input_grad), ("weight_grad", section.weight_grad)):
         if (
             us
@@ -168,8 +184,8 @@ def compare(a: Profile, b: Profile) -> tuple[list[Ratio], list[tuple[str, str, s
     ratios = []
     for name in dict.fromkeys((*a.sections, *b.sections)):
         one, other = a.sections.get(name), b.sections.get(name)
-        for part, attribute in (("forward", "avg"), ("input_grad", "input_grad"), ("weight_grad", "weight_grad")):
-            times = [getattr(section, attribute) if section else None for section in (one, other)]
+        for part in ("forward", "input_grad", "weight_grad"):
+            times = [getattr(section, part) if section else None for section in (one, other)]
             if any(time is not None for time in times):
                 ratios.append(Ratio(name, part, *times))
     keys = dict.fromkeys((*a.origin, *b.origin))

@@ -17,7 +17,7 @@ GOLDEN = (Path(__file__).parent / "golden_profile.txt").read_text()
 
 def test_two_runs_are_compared_and_rated() -> None:
     first = parse_profile(GOLDEN.replace("NVIDIA Fake 1", "NVIDIA H200"), "a")
-    second = parse_profile(GOLDEN.replace("time_gpu_avg: 102\n", "time_gpu_avg: 107.1\n"), "b")
+    second = parse_profile(GOLDEN.replace("forward_median: 102\n", "forward_median: 107.1\n"), "b")
     lines = gpu_check.report("tiny", first, second, (12.34, 10.0)).splitlines()
     row = next(line.split() for line in lines if line.startswith("atten_qkv") and " forward" in line)
     # (32, 64) x (64, 64): 2 x 32 x 64 x 64 = 262144 FLOP in 102 us are 0.0026 TFLOP/s.

@@ -86,6 +86,14 @@ def test_a_broken_flash_attn_is_recorded_and_not_used(install: Install) -> None:
     check_flash("gpt", "torch SDPA flash", reason)
 
 
+def test_flash_attention_4_alone_is_refused_not_a_crash(install: Install) -> None:
+    """Its wheel leaves `flash_attn` as a namespace: no version, no function."""
+    install("flash_attn", __path__=["somewhere"])
+    check_flash("gpt", "torch SDPA flash", "FlashAttention-2 is not installed")
+    install("flash_attn", __version__="2.9", flash_attn_func=standins.flash_attn_varlen_func)
+    check_flash("gpt", "torch SDPA flash", "FlashAttention-2 is not installed")
+
+
 def test_an_implementation_that_gives_nan_is_not_used(install: Install) -> None:
     def nan(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
         return (q + k + v) * float("nan")
@@ -264,6 +272,30 @@ def test_grouped_gemms_run_in_one_kernel_where_torch_has_it() -> None:
     choice = choose(small_job("moe_bias", model={"moe_ffn_hidden_size": 46}), CPU).grouped_gemm
     assert choice.name == "loop over experts"
     assert "torch grouped_mm refused: " in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "refused"),
+    [
+        ((9, 0), torch.bfloat16, False),
+        ((10, 0), torch.bfloat16, False),
+        ((9, 0), torch.float16, True),
+        ((8, 0), torch.bfloat16, True),
+        ((12, 0), torch.bfloat16, True),
+    ],
+)
+def test_grouped_mm_is_not_named_where_it_would_loop(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, refused: bool
+) -> None:
+    """PyTorch falls back to one GEMM an expert, without a word, where it has no kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    said = implementations.grouped_mm_refusal(dtype, torch.device("cuda", 0))
+    assert bool(said) == refused
+    if refused:
+        assert f"{capability[0]}.{capability[1]}" in said
+        monkeypatch.setattr(implementations, "grouped_mm_refusal", lambda *_: said)
+        choice = choose(small_job("moe_bias", "bfloat16"), CPU).grouped_gemm
+        assert (choice.name, choice.reason) == ("loop over experts", said)
 
 
 def test_extensions_are_not_tried_where_they_have_no_kernels() -> None:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aicb.config.job import Job
 from aicb.errors import UserError
+from profiler import functions
 from profiler.builders import build
 from profiler.layer import build_layer
 from tests.profiler.numerics import (
@@ -193,3 +194,14 @@ def test_a_layer_without_a_graph_is_refused() -> None:
     choices = chosen(job)
     with torch.no_grad(), pytest.raises(UserError, match="layer 1: requires_grad missing on the output"):
         build_layer(job, CPU, choices, 1)
+
+
+def test_flash_attention_needs_no_square_of_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of 131072 squared is 16 GiB, made twice over."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setattr(functions, "causal_mask", refuse)
+    job = small_job("llama_gqa", "bfloat16", flash=True)
+    build_layer(job, CPU, chosen(job), 0)

@@ -45,6 +45,7 @@ class FakeGpu(FakeDevice):
     """What run asks of a device beside the clock."""
 
     kind, name, slug, burn_in_s, torch_device = "cuda", "NVIDIA Fake 1", "Fake-1", 1.0, None
+    identity = "GPU-1"
     free = 8 * GIB
     throttle = "none"
 
@@ -216,15 +217,22 @@ def test_the_optimizer_alone_may_need_more_than_there_is(
     check_memory(kernel_table(job), job, bench.device)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "said", ["CUDA out of memory. Tried 2 GiB\nmore", "DefaultCPUAllocator: can't allocate memory"]
-)
+NO_MEMORY = [
+    "CUDA out of memory. Tried 2 GiB\nmore",
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+]
+
+
+@pytest.mark.parametrize("said", NO_MEMORY)
 def test_an_allocation_that_fails_all_the_same_is_the_users_error(
     job: Job, bench: Bench, tmp_path: Path, said: str
 ) -> None:
     def fail(name: str) -> None:
         if name == "mlp_gelu":
-            raise torch.cuda.OutOfMemoryError(said) if "CUDA" in said else RuntimeError(said)
+            raise torch.cuda.OutOfMemoryError(said) if "Tried" in said else RuntimeError(said)
 
     bench.before = fail
     with pytest.raises(UserError) as caught:
@@ -239,6 +247,41 @@ def test_a_layer_too_large_for_memory_is_left_out_and_said(job: Job, bench: Benc
     origin = read_profile(profiled(job, tmp_path)).origin
     assert origin["sum_of_parts_over_whole_forward"] == "not measured: one layer needs up to 1.2 GiB of 1.0 GiB free"
     assert "warning_sum_of_parts" not in origin
+
+
+@pytest.mark.parametrize("said", [*NO_MEMORY, "an illegal memory access was encountered"])
+def test_a_layer_that_fails_loses_no_kernel(
+    job: Job, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    def fail(*_: object) -> Built:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(run, "build_layer", fail)
+    found = read_profile(profiled(job, tmp_path))
+    assert list(found.sections) == bench.names
+    why = "ran out of memory: " if said in NO_MEMORY else ""
+    note = f"not measured: whole layer: {why}{said.splitlines()[0].rstrip('. ')}"
+    assert found.origin["sum_of_parts_over_whole_forward"] == note
+    assert found.origin["sum_of_parts_over_whole_backward"] == note
+    assert bench.device.log[-1] == "release"
+
+
+@pytest.mark.parametrize(
+    ("cards", "refused"),
+    [
+        ([("a", "GPU-1"), ("a", "GPU-2")], ""),
+        ([("a", "GPU-1"), ("b", "GPU-1")], ""),  # an address on the bus, not a UUID
+        ([("a", ""), ("a", "")], ""),  # CPUs share
+        ([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-1")], r"ranks 0 and 2 \(a\) measure on one GPU \(GPU-1\)"),
+    ],
+)
+def test_ranks_of_a_host_measure_on_cards_of_their_own(cards: list[tuple[str, str]], refused: str) -> None:
+    """A scheduler may show each rank one card: index 0 everywhere, and only the UUIDs differ."""
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            run._require_own_cards(cards)
+    else:
+        run._require_own_cards(cards)
 
 
 def test_a_time_budget_is_respected_and_short_samples_are_said(job: Job, bench: Bench, tmp_path: Path) -> None:
@@ -316,7 +359,8 @@ def test_ranks_are_pooled_and_the_slowest_is_named(job: Job) -> None:
     assert emb.avg == pytest.approx((9 * 100 + 200 + 9 * 150 + 300) / 20)
     assert emb.more["samples"] == 20
     assert emb.more["forward_median"] == 150  # 9 x 100, then 9 x 150: the 10th is 150
-    assert emb.weight_grad == pytest.approx(137.5)
+    assert emb.weight_grad == 150
+    assert emb.more["weight_grad_avg"] == pytest.approx(137.5)
     assert found.origin["ranks_measured"] == "2"
     # 15 kernels; 13 input gradients; weight gradients of 5 GEMMs and the embedding: 34 medians of 150 us.
     assert found.origin["slowest_rank"] == "1 (node-1), 5100.0 us for all kernels"
