@@ -4,7 +4,8 @@
     aicb profile -m 7 --tp 2      aicb check FILE...      aicb show FILE      aicb compare A B      aicb models
     aicb extrapolate A.csv B.csv
 
-Exit codes: 0 done; 1 `check` found a defect; 2 the request cannot be done (one line on stderr says why); 130 Ctrl-C.
+Exit codes: 0 done; 1 `check` found a defect, or `compare` a difference; 2 the request cannot be done (one line on
+stderr says why); 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -184,11 +185,20 @@ def show_command(file: Annotated[Path, typer.Argument(help="a workload or a comp
 def compare_command(
     a: Annotated[Path, typer.Argument(help="a compute profile")],
     b: Annotated[Path, typer.Argument(help="another")],
+    tolerance: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="exit with 1 where a kernel differs by more, such as 5%")
+    ] = None,
 ) -> None:
     """Compare two compute profiles kernel by kernel."""
     from aicb.show import comparison
+    from aicb.units import percentage
 
-    typer.echo(comparison(a, b))
+    most = None if tolerance is None else percentage(tolerance)
+    if tolerance is not None and most is None:
+        raise UserError(f"--tolerance {tolerance!r} must be a percentage, such as 5%")
+    text, agree = comparison(a, b, most)
+    typer.echo(text)
+    raise typer.Exit(0 if agree else 1)
 
 
 @app.command("extrapolate")

@@ -9,7 +9,7 @@ from aicb.config.model import make_model
 from aicb.config.parameters import whole_model_parameters
 from aicb.config.presets import PRESETS
 from aicb.times.profile import Profile, read_profile
-from aicb.times.rates import Rate, compare, peak_of, rates
+from aicb.times.rates import FORWARD, Rate, Ratio, compare, peak_of, rates
 from aicb.workload.reading import first_lines, totals
 from aicb.workload.rules import COLUMNS, KEYWORD
 
@@ -107,17 +107,50 @@ def models() -> str:
     return units.table(("-m", "name", "parameters", "layers", "hidden", "heads", "attention", "mlp", "TP"), rows)
 
 
-def comparison(a: Path, b: Path) -> str:
-    """Return kernel by kernel times (us) and ratios of two profiles, and what differs in their origin."""
+def comparison(a: Path, b: Path, tolerance: float | None = None) -> tuple[str, bool]:
+    """Return kernel by kernel times (us) and ratios of two profiles, what differs in their origin; whether they agree.
+
+    They agree where no time of `b` is more than `tolerance` (a fraction) apart from that of `a` and both hold the same
+    sections; always without a tolerance. Raises UserError.
+    """
     ratios, differing = compare(read_profile(a), read_profile(b))
     rows = [
         (one.name, one.part, _us(one.a), _us(one.b), f"{one.b / one.a:.3f}" if one.a and one.b is not None else "-")
         for one in ratios
     ]
     text = f"a: {a}\nb: {b}\n\n" + units.table(("section", "part", "a us", "b us", "b/a"), rows)
-    if not differing:
-        return f"{text}\n\nno difference in their origin"
+    if differing:
+        lines = [
+            f"  {key}\n    a: {units.printable(one)}\n    b: {units.printable(other)}" for key, one, other in differing
+        ]
+        text += "\n\nwhat differs in their origin\n" + "\n".join(lines)
+    else:
+        text += "\n\nno difference in their origin"
+    if tolerance is None:
+        return text, True
+    said, agree = _verdict(ratios, tolerance)
+    return f"{text}\n\n{said}", agree
+
+
+def _verdict(ratios: list[Ratio], tolerance: float) -> tuple[str, bool]:
+    """Say which times are too far apart, and what could not be compared."""
+    apart: list[str] = []
+    alone: list[str] = []
+    unstated: list[str] = []
+    for one in ratios:
+        if one.a is None or one.b is None:
+            (alone if one.part == FORWARD else unstated).append(f"{one.name} {one.part}")
+        elif one.a != one.b and not abs(one.b - one.a) <= tolerance * one.a:
+            change = f"{(one.b / one.a - 1) * 100:+.1f} %" if one.a else "from 0"
+            apart.append(f"{one.name} {one.part} ({change})")
+    compared = len(ratios) - len(alone) - len(unstated)
     lines = [
-        f"  {key}\n    a: {units.printable(one)}\n    b: {units.printable(other)}" for key, one, other in differing
+        f"{len(apart)} of {compared} times more than {100 * tolerance:.4g} % apart: {', '.join(apart)}"
+        if apart
+        else f"all of {compared} times within {100 * tolerance:.4g} %"
     ]
-    return f"{text}\n\nwhat differs in their origin\n" + "\n".join(lines)
+    if alone:
+        lines.append(f"in one of the two alone: {', '.join(alone)}")
+    if unstated:
+        lines.append(f"not compared, as one of the two does not state it: {', '.join(unstated)}")
+    return "\n".join(lines), not apart and not alone

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
 def whole_number(text: str) -> int | None:
     """Read plain decimal digits, up to 18 of them; None for anything else (int() takes signs, blanks, other digits)."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def percentage(text: str) -> float | None:
+    """Read `5%` or `0.5 %` as a fraction; None for anything else, a number without its sign too."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?%", text)
+    return float(found[1]) / 100 if found else None
 
 
 def printable(text: str) -> str:

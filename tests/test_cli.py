@@ -215,6 +215,46 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.000" in next(line for line in out.splitlines() if line.startswith("atten_qkv"))
 
 
+@pytest.mark.parametrize(
+    ("edit", "tolerance", "code", "said"),
+    [
+        (("", ""), "0%", 0, "all of 12 times within 0 %"),
+        (("time_gpu_avg: 799", "time_gpu_avg: 838"), "5%", 0, "all of 12 times within 5 %"),
+        (
+            ("time_gpu_avg: 799", "time_gpu_avg: 840"),
+            "5%",
+            1,
+            "1 of 12 times more than 5 % apart: Emb forward (+5.1 %)",
+        ),
+        (("time_gpu_avg: 799", "time_gpu_avg: 750"), "5 %", 1, "Emb forward (-6.1 %)"),
+        (("time_gpu_avg: 799", "time_gpu_avg: 0"), "99.9%", 1, "Emb forward (-100.0 %)"),
+        (("Emb:", "Emb2:"), "5%", 1, "in one of the two alone: Emb forward, Emb2 forward"),
+        (
+            ("time_gpu_avg: 799", "time_gpu_avg: 799\n    input_grad_avg: 5"),
+            "5%",
+            0,
+            "does not state it: Emb input_grad",
+        ),
+    ],
+)
+def test_compare_with_a_tolerance(
+    capsys: pytest.CaptureFixture[str], edit: tuple[str, str], tolerance: str, code: int, said: str
+) -> None:
+    text = Path(EXAMPLE).read_text()
+    assert edit[0] in text
+    Path("b.txt").write_text(text.replace(*edit, 1))
+    done, out, _ = run(capsys, "compare", EXAMPLE, "b.txt", "--tolerance", tolerance)
+    assert done == code
+    assert said in out
+
+
+@pytest.mark.parametrize("tolerance", ["5", "0.05", "-5%", "five", "", "nan%", "1e3%"])
+def test_a_tolerance_that_is_no_percentage_is_refused(capsys: pytest.CaptureFixture[str], tolerance: str) -> None:
+    code, _, err = run(capsys, "compare", EXAMPLE, EXAMPLE, "--tolerance", tolerance)
+    assert code == 2
+    assert "such as 5%" in err
+
+
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m aicb models | head -1"
     done = subprocess.run(

@@ -15,6 +15,8 @@ from aicb.errors import UserError
 from aicb.step.kernels import GEMM, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
 from aicb.times.profile import KernelTime, Profile
 
+FORWARD = "forward"
+
 
 class Peak(NamedTuple):
     """Dense peak rates of one GPU."""
@@ -145,7 +147,7 @@ def _rates(kernel: Kernel, section: KernelTime, peak: Peak | None, dtype: str) -
     known = peak if dtype in ("bfloat16", "float16") else None  # float32 depends on TF32, which the table cannot know
     result = {}
     if section.forward > 0:
-        result["forward"] = _rate(kernel.flops, kernel.bytes, section.forward, known)
+        result[FORWARD] = _rate(kernel.flops, kernel.bytes, section.forward, known)
     for name, us in (("input_grad", section.input_grad), ("weight_grad", section.weight_grad)):
         if (
             us
@@ -184,7 +186,7 @@ def compare(a: Profile, b: Profile) -> tuple[list[Ratio], list[tuple[str, str, s
     ratios = []
     for name in dict.fromkeys((*a.sections, *b.sections)):
         one, other = a.sections.get(name), b.sections.get(name)
-        for part in ("forward", "input_grad", "weight_grad"):
+        for part in (FORWARD, "input_grad", "weight_grad"):
             times = [getattr(section, part) if section else None for section in (one, other)]
             if any(time is not None for time in times):
                 ratios.append(Ratio(name, part, *times))
