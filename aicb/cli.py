@@ -63,8 +63,20 @@ def _declarations(option: Option) -> list[str]:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    info = typer.Option(*_declarations(option), help=option.help, rich_help_panel=option.group, show_default=False)
+    more: dict[str, Any] = {"parser": whole_numbers, "metavar": "INTEGER[,...]"} if option.several else {}
+    info = typer.Option(
+        *_declarations(option), help=option.help, rich_help_panel=option.group, show_default=False, **more
+    )
     return _keyword(option.name, option.type, info)
+
+
+def whole_numbers(text: str) -> int | tuple[int, ...]:
+    """Return the whole number that was typed, or all of those with commas between them."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a valid integer, or several with commas between them") from None
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _keyword(name: str, kind: type, info: Any) -> inspect.Parameter:
@@ -119,10 +131,11 @@ def _generate(typed: dict[str, Any]) -> None:
 
     if not typed.get("profile_only"):
         _print_summaries(generate(typed, _warn), typed)
-    elif path := profile_alone(typed, _warn):
+    elif paths := [str(path) for path in profile_alone(typed, _warn)]:
         import json
 
-        typer.echo(json.dumps({"profile": str(path)}) if typed.get("json") else path)
+        one = {"profile": paths[0]} if len(paths) == 1 else {"profiles": paths}
+        typer.echo(json.dumps(one) if typed.get("json") else "\n".join(paths))
 
 
 def _print_summaries(summaries: list[dict[str, Any]], typed: dict[str, Any]) -> None:

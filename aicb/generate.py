@@ -10,7 +10,7 @@ from aicb import units
 from aicb.config.configure import Configured, configure
 from aicb.config.job import Job
 from aicb.errors import UserError, require
-from aicb.measuring import measure, refuse_existing, writable
+from aicb.measuring import measure, refuse_existing, require_single, splits, writable
 from aicb.naming import gpu_slug, job_marks, label, model_marks, workload_name
 from aicb.options import MEASURING, OPTIONS
 from aicb.summary import Summary, summarise
@@ -31,6 +31,7 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
     With --aiob_enable and no profile, this machine is profiled first; ranks of torchrun other than 0 return nothing.
     Raises UserError, OSError.
     """
+    require_single(typed)
     configured = configure(typed)
     for warning in (*configured.warnings, *_check_times(typed)):
         warn(warning)
@@ -39,10 +40,10 @@ def generate(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Summ
         paths = [_path(job, configured, typed, length) for job in stages for length in _lengths(typed)]
         refuse_existing(paths, typed)
         writable(paths[0].parent, "result_dir")
-        measured = measure(stages[0], model_marks(configured), typed)
-        if measured is None:
+        measured = measure([(stages[0], model_marks(configured))], typed)
+        if not measured:
             return []
-        profile: Profile | None = read_profile(measured)
+        profile: Profile | None = read_profile(measured[0])
     else:
         profile = read_profile(typed["comp_filepath"]) if "comp_filepath" in typed else None
     if typed.get("pp_rank") == "slowest" and profile is None:
@@ -83,13 +84,14 @@ def prepare(configured: Configured, typed: Mapping[str, Any], profile: Profile |
     return built
 
 
-def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> Path | None:
-    """Profile this machine without writing a workload; return the profile's path, None on ranks other than 0."""
+def profile_alone(typed: Mapping[str, Any], warn: Callable[[str], None]) -> list[Path]:
+    """Profile this machine without writing a workload; return the profiles' paths, none on ranks other than 0."""
     require(_measures(typed), "--profile_only measures this machine: it needs --aiob_enable (or aicb profile) alone")
-    configured = configure(typed)
-    for warning in (*configured.warnings, *_check_times(typed)):
+    wanted = [(configure(one), one) for one in splits(typed)]
+    warnings = [text for configured, one in wanted for text in (*configured.warnings, *_check_times(one))]
+    for warning in dict.fromkeys(warnings):
         warn(warning)
-    return measure(_stages(configured.job, typed)[0], model_marks(configured), typed)
+    return measure([(_stages(one.job, given)[0], model_marks(one)) for one, given in wanted], typed)
 
 
 def _measures(typed: Mapping[str, Any]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,14 @@ def writable(folder: Path, option: str) -> None:
     require(os.access(folder, os.W_OK), f"--{option} {folder}: cannot be written to")
 
 
-def measure(job: Job, marks: Sequence[str], typed: Mapping[str, Any]) -> Path | None:
-    """Profile this machine for the stage of `job`; return the profile's path, None on ranks other than 0.
+def measure(wanted: Sequence[tuple[Job, Sequence[str]]], typed: Mapping[str, Any]) -> list[Path]:
+    """Profile this machine for the stages of jobs; return the profiles' paths, none on ranks other than 0.
 
-    `marks`: what sets the model apart from its preset, for the file's name. Raises UserError.
+    Each job comes with what sets its model apart from its preset, for the file's name. Raises UserError.
     """
     try:
-        from profiler.run import Settings, profile_job
+        from profiler.run import profile_jobs
+        from profiler.settings import Settings
     except ModuleNotFoundError as error:
         raise UserError(
             f"--aiob_enable without --comp_filepath measures this machine, and {error.name} is not installed: install "
@@ -47,14 +50,34 @@ def measure(job: Job, marks: Sequence[str], typed: Mapping[str, Any]) -> Path | 
     samples = typed.get("train_iter")
     if samples is None and typed.get("profile_only"):
         samples = typed.get("epoch_num")  # of a profile alone, iterations can only be samples
-    given = {name: typed[name] for name in ("device", "l2", "time_budget") if name in typed}
+    names = ("device", "l2", "min_time", "sustained", "time_budget", "resume", "force")
+    given = {name: typed[name] for name in names if name in typed}
     settings = Settings(**given, **({} if samples is None else {"train_iter": samples}))
     folder = Path(typed.get("profile_dir", PROFILE_DIR))
 
-    def name_of(gpu: str) -> Path:
+    def path_of(job: Job, marks: Sequence[str], gpu: str) -> Path:
         path = folder / profile_name(job, marks, gpu)
-        refuse_existing([path], typed)
+        if not settings.resume:
+            refuse_existing([path], typed)
         writable(folder, "profile_dir")
         return path
 
-    return profile_job(job, settings, name_of)
+    return profile_jobs([(job, partial(path_of, job, marks)) for job, marks in wanted], settings)
+
+
+def splits(typed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each profile that lists such as `--tp 1,2,4` ask for, in the order typed."""
+    lists = {name: value for name, value in typed.items() if isinstance(value, tuple)}
+    for name, values in lists.items():
+        require(len(set(values)) == len(values), f"--{name} {','.join(map(str, values))}: each value once")
+    return [{**typed, **dict(zip(lists, values, strict=True))} for values in product(*lists.values())]
+
+
+def require_single(typed: Mapping[str, Any]) -> None:
+    """Raise UserError where an option has several values, which only profiles alone can."""
+    for name, value in typed.items():
+        require(
+            not isinstance(value, tuple),
+            f"--{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}: several values make one "
+            "profile each, so they need --aiob_enable (or aicb profile) with --profile_only",
+        )

@@ -15,11 +15,15 @@ class Option(NamedTuple):
     group: str
     help: str
     aliases: tuple[str, ...] = ()
+    several: bool = False
+    """Takes a list such as 1,2,4 too: with --profile_only, a profile for each."""
 
 
 MODEL, SPLIT, TRAINING = "Model", "Split over GPUs", "Training"
 EXPERTS, LATENT = "Mixture of experts", "Multi-latent attention"
 TIMES, MEASURING, OUTPUT = "Compute times", "Measuring (aicb profile, or --aiob_enable alone)", "Output"
+SEVERAL = True
+_TENSOR = ("--tp", "--tp_num")
 _PIPELINE = ("--pp", "--pipeline_model_parallel_size", "--pp_num")
 
 OPTIONS = (
@@ -47,7 +51,7 @@ OPTIONS = (
     Option("qk_layernorm", bool, MODEL, "norms on query and key"),
     Option("untie_embeddings_and_output_weights", bool, MODEL, "the head has weights of its own"),
     Option("world_size", int, SPLIT, "GPUs of the simulated cluster (default 32)"),
-    Option("tensor_model_parallel_size", int, SPLIT, "TP ranks (default: the preset's, else 8)", ("--tp", "--tp_num")),
+    Option("tensor_model_parallel_size", int, SPLIT, "TP ranks (default: the preset's, else 8)", _TENSOR, SEVERAL),
     Option("pipeline_model_parallel", int, SPLIT, "stages (default 1)", _PIPELINE),
     Option("expert_model_parallel_size", int, SPLIT, "EP ranks (default 1)", ("--ep", "--ep_num")),
     Option("expert_tensor_parallel_size", int, SPLIT, "only equal to TP"),
@@ -57,8 +61,8 @@ OPTIONS = (
     Option("decoder_first_pipeline_num_layers", int, SPLIT, "layers of the first stage"),
     Option("decoder_last_pipeline_num_layers", int, SPLIT, "layers of the last stage"),
     Option("global_batch", int, TRAINING, "sequences in one iteration (default 1024)", ("--global_batch_size",)),
-    Option("micro_batch", int, TRAINING, "sequences in one micro-batch (default 1)", ("--micro_batch_size",)),
-    Option("seq_length", int, TRAINING, "tokens in a sequence (default 4096)"),
+    Option("micro_batch", int, TRAINING, "sequences in one micro-batch (default 1)", ("--micro_batch_size",), SEVERAL),
+    Option("seq_length", int, TRAINING, "tokens in a sequence (default 4096)", (), SEVERAL),
     Option("epoch_num", int, TRAINING, "iterations written to the file (default 1)"),
     Option("dtype", str, TRAINING, "bfloat16 (default), float16 or float32"),
     Option("use_distributed_optimizer", bool, TRAINING, "optimizer state sharded over DP (default on)"),
@@ -93,6 +97,9 @@ OPTIONS = (
     Option("device", str, MEASURING, "auto (default: the GPU), cuda or cpu"),
     Option("l2", str, MEASURING, "cold (default: flushed before each call) or hot"),
     Option("time_budget", float, MEASURING, "seconds for all measuring of a rank"),
+    Option("min_time", float, MEASURING, "seconds each measurement samples at least (default 0.1 on GPUs, else 0)"),
+    Option("sustained", float, MEASURING, "seconds under load before the samples of a measurement count (default 0)"),
+    Option("resume", bool, MEASURING, "measure only what an earlier try did not"),
     Option("profile_only", bool, MEASURING, "stop after the profile"),
     Option("profile_dir", str, MEASURING, "folder of the profile (default results/aiob_outputs)"),
     Option("pp_rank", str, OUTPUT, "stage to write (default 0), all, or slowest"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 from aicb import units
@@ -10,6 +11,7 @@ from aicb.config.parameters import whole_model_parameters
 from aicb.config.presets import PRESETS
 from aicb.times.profile import Profile, read_profile
 from aicb.times.rates import FORWARD, Rate, Ratio, compare, peak_of, rates
+from aicb.times.samples import kernels_of, samples_path
 from aicb.workload.reading import first_lines, totals
 from aicb.workload.rules import COLUMNS, KEYWORD
 
@@ -68,8 +70,24 @@ def profile(found: Profile) -> str:
         f"{found.path}: compute profile, generation {found.generation}, train_iter {found.train_iter}, {gpu}",
         units.table(head, rows),
         f"rates are those of forward; peak of this GPU: {known}",
+        *_kernels(Path(found.path)),
     ]
     return "\n\n".join([*parts, "origin\n" + "\n".join(origin)] if origin else parts)
+
+
+def _kernels(path: Path) -> list[str]:
+    """The table of what each call ran, where the samples beside the profile tell."""
+    rows = []
+    for section, ways in kernels_of(path).items():
+        for way, spans in ways.items():
+            for number, (name, group) in enumerate(groupby(spans, key=lambda span: span[0])):
+                us = [one for _, one in group]
+                first = (section, way) if number == 0 else ("", "")
+                rows.append((*first, str(len(us)), _us(sum(us)), units.printable(name)))
+    if not rows:
+        return []
+    head = f"kernels of one call each, of rank 0, from {samples_path(path)}"
+    return [f"{head}\n{units.table(('section', 'part', 'calls', 'us', 'kernel'), rows)}"]
 
 
 def _us(time: float | None) -> str:

@@ -8,6 +8,8 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 
 from aicb.errors import UserError, require
 from aicb.naming import gpu_slug
-from profiler.telemetry import NO_TELEMETRY, UNKNOWN, Telemetry
+from profiler.spans import Spans, kernel_spans, operator_spans
+from profiler.telemetry import NO_TELEMETRY, UNKNOWN, Reading, Telemetry
 
 DEVICES = ("auto", "cuda", "cpu")
 MIB = 2**20
@@ -24,6 +27,7 @@ _CPU_FLUSH_BYTES = 64 * MIB
 _event: Any = torch.cuda.Event
 _spin_cycles: Any = torch.cuda._sleep
 _CPU_BURN_IN_S, _CUDA_BURN_IN_S = 0.1, 1.0
+_CUDA_MIN_TIME_S = 0.1
 
 
 class Device(ABC):
@@ -33,6 +37,8 @@ class Device(ABC):
     torch_device: torch.device
     name: str
     burn_in_s: float
+    min_time_s: float = 0.0
+    """How long each measurement samples at least: a card's clock follows its load only so fast."""
     identity: str = ""
     """Tells the card from others of its host; empty where it may be shared."""
     _buffer: torch.Tensor
@@ -61,6 +67,18 @@ class Device(ABC):
     def telemetry(self) -> dict[str, str]:
         """Clocks, power, temperature and throttling as they are now."""
         return dict(NO_TELEMETRY)
+
+    def watch(self) -> AbstractContextManager[list[Reading]]:
+        """Fill the list with what the card says while the block runs."""
+        return nullcontext([])
+
+    def violations_s(self) -> dict[str, float]:
+        """Seconds for which limits have held the clock back so far, by what it was."""
+        return {}
+
+    @abstractmethod
+    def spans(self, call: Callable[[], object]) -> Spans:
+        """Name and time (us) of each kernel that `call` runs on the device."""
 
     @property
     def slug(self) -> str:
@@ -128,6 +146,10 @@ class Cpu(Device):
         """This rank's part of the memory that the system calls available."""
         return _available_bytes() // self._ranks_here
 
+    def spans(self, call: Callable[[], object]) -> Spans:
+        """PyTorch's operators: a CPU has no kernels apart from them."""
+        return operator_spans(call)
+
     def facts(self) -> dict[str, str]:
         """No GPU, and says so."""
         return {
@@ -145,6 +167,7 @@ class Cuda(Device):
 
     kind = "cuda"
     burn_in_s = _CUDA_BURN_IN_S
+    min_time_s = _CUDA_MIN_TIME_S
 
     def __init__(self, index: int = 0) -> None:
         """Take card `index` of those that CUDA_VISIBLE_DEVICES leaves."""
@@ -214,11 +237,24 @@ class Cuda(Device):
         """Through NVML."""
         return self._telemetry.snapshot()
 
+    def watch(self) -> AbstractContextManager[list[Reading]]:
+        """Through NVML, by a thread."""
+        return self._telemetry.watch()
+
+    def violations_s(self) -> dict[str, float]:
+        """Through NVML."""
+        return self._telemetry.violations_s()
+
+    def spans(self, call: Callable[[], object]) -> Spans:
+        """Through CUPTI, which torch.profiler reads."""
+        return kernel_spans(call)
+
     def facts(self) -> dict[str, str]:
         """Name, memory and the versions of the software below."""
         return {
             "gpu": self.name,
             "gpu_memory_gib": f"{self._properties.total_memory / 2**30:.1f}",
+            "power_limit": self._telemetry.power_limit(),
             "driver": self._telemetry.driver,
             "cuda": torch.version.cuda or UNKNOWN,
             "torch": torch.__version__,

@@ -21,7 +21,9 @@ from aicb.config.configure import configure
 from aicb.errors import UserError
 from aicb.times.profile import Profile, read_profile
 from aicb.times.rates import compare, peak_of, rates
-from profiler.run import Settings, profile_job, samples_path
+from aicb.times.samples import samples_path
+from profiler.run import profile_jobs
+from profiler.settings import Settings
 
 RUNS: dict[str, dict[str, Any]] = {
     "7-tp4": {"model_size": "7", "tensor_model_parallel_size": 4},
@@ -57,9 +59,10 @@ def _succeeds(name: str, out: Path, device: str) -> bool:
 
 def _one(typed: str, folder: str, name: str, device: str) -> int:
     """Make one profile and print its path: the child process."""
-    settings = Settings(device=device, time_budget=TIME_BUDGET_S, show_progress=False)
+    settings = Settings(device=device, time_budget=TIME_BUDGET_S, force=True, show_progress=False)
     job = configure(json.loads(typed)).job
-    _say(str(profile_job(job, settings, lambda slug: Path(folder) / f"{slug}-{name}.txt")))
+    (path,) = profile_jobs([(job, lambda slug: Path(folder) / f"{slug}-{name}.txt")], settings)
+    _say(str(path))
     return 0
 
 

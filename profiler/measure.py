@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from profiler.telemetry import Reading
 
 COLD, HOT = "cold", "hot"
 MIN_SAMPLES = 3
@@ -17,6 +19,8 @@ MAX_SAMPLES = 2000
 WARM_UP_S = 0.025
 SETTLED_SPREAD = 0.01
 """IQR / median at or under which a measurement counts as settled."""
+SUSTAINED_BATCH_S = 0.05
+"""How much work is queued at a time to load the device before the samples count."""
 _LEAD_FACTOR, _LEAD_EXTRA_S, _LEAD_MOST_S = 2.0, 20e-6, 5e-3
 
 
@@ -49,6 +53,10 @@ class Samples:
     raw: tuple[float, ...]
     settled: bool
     """Whether the spread settled before the time cap."""
+    readings: tuple[Reading, ...] = ()
+    """The device meanwhile, about every 100 ms."""
+    spans: tuple[tuple[str, float], ...] = ()
+    """The device's kernels in one further call, by name, and the time of each, us; empty where they are unknown."""
 
     @property
     def avg(self) -> float:
@@ -82,13 +90,21 @@ class Samples:
 
     def scaled(self, factor: float) -> Samples:
         """The same times multiplied by `factor` (a part was measured for the whole)."""
-        return self if factor == 1 else Samples(tuple(factor * time for time in self.raw), self.settled)
+        if factor == 1:
+            return self
+        spans = tuple((name, factor * us) for name, us in self.spans)
+        return replace(self, raw=tuple(factor * time for time in self.raw), spans=spans)
 
 
 def pool(many: Iterable[Samples]) -> Samples:
-    """All samples of several ranks as one; settled where each rank's own were."""
+    """All samples of several ranks as one; settled where each rank's own were. Spans are those of the first."""
     ranks = list(many)
-    return Samples(tuple(time for rank in ranks for time in rank.raw), all(rank.settled for rank in ranks))
+    return Samples(
+        tuple(time for rank in ranks for time in rank.raw),
+        all(rank.settled for rank in ranks),
+        tuple(reading for rank in ranks for reading in rank.readings),
+        ranks[0].spans,
+    )
 
 
 def spread(raw: Iterable[float]) -> float:
@@ -105,14 +121,19 @@ def measure(
     cap_s: float,
     l2: str = COLD,
     least: int = MIN_SAMPLES,
+    min_s: float = 0.0,
+    sustained_s: float = 0.0,
 ) -> Samples:
-    """Time `call` on `device`: `samples` times, and on until IQR / median <= 1 %, `cap_s` or MAX_SAMPLES is reached.
+    """Time `call` on `device`: `samples` times and for `min_s`, and on until IQR / median <= 1 % or an end is reached.
 
-    `cap_s` covers the warm-up: at least 3 calls, and 25 ms or half of a shorter cap. Where it is short, fewer than
-    `samples` come out, but never fewer than `least` or 3.
+    An end: `cap_s`, or MAX_SAMPLES. `cap_s` covers the warm-up: at least 3 calls, and 25 ms or half of a shorter cap.
+    Where it is short, fewer than `samples` come out, but never fewer than `least` or 3. Before all that, the device is
+    kept under the load of `call` for `sustained_s`, without a pause.
     """
+    _sustain(call, device, sustained_s)
     start = device.now()
     lead_s, each_s = _warm_up(call, device, l2, min(WARM_UP_S, cap_s / 2))
+    sampling = device.now()
     raw: list[float] = []
     while True:
         left_s = cap_s - (device.now() - start)
@@ -124,8 +145,21 @@ def measure(
         began = device.now()
         raw += _batch(call, device, count, lead_s, l2)
         each_s = (device.now() - began) / count
-        if len(raw) >= samples and spread(raw) <= SETTLED_SPREAD:
+        long_enough = device.now() - sampling >= min_s or len(raw) >= MAX_SAMPLES
+        if len(raw) >= samples and long_enough and spread(raw) <= SETTLED_SPREAD:
             return Samples(tuple(raw), settled=True)
+
+
+def _sustain(call: Callable[[], object], device: Timer, seconds: float) -> None:
+    """Queue `call` again and again, in batches of SUSTAINED_BATCH_S; nothing for 0 s."""
+    ends, count = device.now() + seconds, 1
+    while device.now() < ends:
+        began = device.now()
+        for _ in range(count):
+            call()
+        device.synchronize()
+        took = max(device.now() - began, 1e-6)
+        count = max(1, min(round(count * SUSTAINED_BATCH_S / took), 100_000))
 
 
 def _warm_up(call: Callable[[], object], device: Timer, l2: str, seconds: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ exchange, so it needs no NCCL. Without torchrun there is one rank and no process
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -92,12 +93,14 @@ def process_group(ranks: Ranks, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """Hold the process group of more than one rank; end it whatever happens inside.
 
     A gloo group that is still there when the interpreter unloads aborts the process now and then (exit code -6,
-    "terminate called without an active exception"): so nothing may refer to it afterwards, no traceback either.
-    Raises UserError when the ranks do not find each other.
+    "terminate called without an active exception"): so nothing may refer to it afterwards, no traceback either, and
+    not torch.distributed.nn, whose functions take the group of the moment they are loaded as a default; it comes with
+    torch.compile and the optimizers. Raises UserError when the ranks do not find each other.
     """
     if ranks.size == 1:
         yield
         return
+    importlib.import_module("torch.distributed.nn.functional")  # while there is no group for it to hold
     unreached = None
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))

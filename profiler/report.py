@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aicb import __version__
 from aicb.config.job import Job
 from aicb.step.kernels import Kernel, kernel_table, optimizer_elements, slice_of
 from aicb.times.profile import KernelTime, Profile
-from profiler.measure import SETTLED_SPREAD, Samples, pool
+from profiler.conditions import conditions, some
+from profiler.measure import SETTLED_SPREAD, pool
+from profiler.results import FORWARD, RankResult, Times, as_json
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
 SUM_TOLERANCE = 0.10
 """How far the sum of a layer's parts may be from the whole layer without a warning."""
-_NAMED = 3
-"""How many measurements an origin line names; the raw samples say it of every one."""
 _DENSE_ROWS = ("mlp_column", "mlp_row", "mlp_layer")
-
-Times = Mapping[str, Samples]
-"""`forward`, `input_grad`, `weight_grad`: as many as the kernel has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult:
-    """What one rank measured, all that the others need of it."""
-
-    rank: int
-    host: str
-    facts: Mapping[str, str]
-    """gpu, gpu_memory_gib, driver, cuda, torch."""
-    start: Mapping[str, str]
-    """clocks, power, temperature, throttle after the burn-in."""
-    end: Mapping[str, str]
-    """The same after the last kernel."""
-    choices: Mapping[str, str]
-    """Origin lines: what ran for attention, norms, ... and why."""
-    notes: Mapping[str, str]
-    """Kernel to what its builder had to say."""
-    kernels: Mapping[str, Times]
-    layer: Times
-    """One whole transformer layer; empty where it was not measured."""
-    layer_note: str = ""
-    """Why it was not."""
-
-    @property
-    def total(self) -> float:
-        """Sum of the medians of everything measured kernel by kernel, us."""
-        return sum(samples.median for times in self.kernels.values() for samples in times.values())
 
 
 def profile_of(job: Job, results: Sequence[RankResult], *, path: str, train_iter: int, l2: str, date: str) -> Profile:
@@ -61,11 +28,12 @@ def profile_of(job: Job, results: Sequence[RankResult], *, path: str, train_iter
         **results[0].facts,
         **results[0].choices,
         "l2": l2,
-        **_conditions(results),
+        **conditions(results, pooled),
         "host": ", ".join(dict.fromkeys(result.host for result in results)),
         "date": date,
         "tool_version": __version__,
         **_ranks(results),
+        **results[0].origin,
         **_quality(pooled, train_iter),
         **_sum_check(job, results, pooled),
         "optimizer_elements": str(optimizer_elements(job)),
@@ -85,20 +53,13 @@ def raw_json(profile: Profile, results: Sequence[RankResult]) -> bytes:
             **result.facts,
             "start": dict(result.start),
             "end": dict(result.end),
-            "kernels": {name: _raw(times) for name, times in result.kernels.items()},
-            "layer": _raw(result.layer),
+            "kernels": {name: as_json(times) for name, times in result.kernels.items()},
+            "layer": as_json(result.layer),
         }
         for result in results
     ]
     document = {"train_iter": profile.train_iter, "origin": dict(profile.origin), "ranks": ranks}
     return (json.dumps(document, indent=1) + "\n").encode()
-
-
-def _raw(times: Times) -> dict[str, Any]:
-    return {
-        what: {"settled": samples.settled, "us": [round(time, 4) for time in samples.raw]}
-        for what, samples in times.items()
-    }
 
 
 def _pooled(results: Sequence[RankResult]) -> dict[str, Times]:
@@ -118,22 +79,6 @@ def _section(times: Times) -> KernelTime:
         more |= {f"{what}_median": samples.median, f"{what}_p20": samples.p20, f"{what}_p80": samples.p80}
     more["samples"] = len(forward.raw)
     return KernelTime(forward.avg, forward.min, forward.max, more)
-
-
-def _conditions(results: Sequence[RankResult]) -> dict[str, str]:
-    """Clocks, power, temperature and throttling of rank 0 at start and end, and which ranks throttled at all."""
-    first = results[0]
-    lines = {f"{what}_start": first.start[what] for what in first.start}
-    lines |= {f"{what}_end": first.end[what] for what in first.end}
-    throttled = [
-        f"rank {result.rank} {state['throttle']}"
-        for result in results
-        for state in (result.start, result.end)
-        if state["throttle"] not in ("none", "unknown")
-    ]
-    if throttled:
-        lines["warning_throttled"] = ", ".join(dict.fromkeys(throttled))
-    return lines
 
 
 def _ranks(results: Sequence[RankResult]) -> dict[str, str]:
@@ -159,20 +104,14 @@ def _quality(pooled: Mapping[str, Times], train_iter: int) -> dict[str, str]:
     lines = {"samples_per_measurement": f"{min(counts)} to {max(counts)}", "not_settled": "none"}
     unsettled = [name for name, samples in everything if not samples.settled]
     if unsettled:
-        lines["not_settled"] = _some(unsettled, len(counts))
+        lines["not_settled"] = some(unsettled, len(counts))
         did = f" did not settle within {SETTLED_SPREAD * 100:g} % (IQR / median)"
-        lines["warning_not_settled"] = _some(unsettled, len(counts), did)
+        lines["warning_not_settled"] = some(unsettled, len(counts), did)
     short = [f"{name} {len(samples.raw)}" for name, samples in everything if len(samples.raw) < train_iter]
     if short:
         got = f" got fewer than {train_iter} samples within the time budget"
-        lines["warning_samples"] = _some(short, len(counts), got)
+        lines["warning_samples"] = some(short, len(counts), got)
     return lines
-
-
-def _some(names: Sequence[str], total: int, did: str = "") -> str:
-    """How many of all measurements `names` are, what they did, and the first of them."""
-    such_as = ", such as" if len(names) > _NAMED else ":"
-    return f"{len(names)} of {total} measurements{did}{such_as} {', '.join(names[:_NAMED])}"
 
 
 def experts_in_layer(job: Job) -> bool:

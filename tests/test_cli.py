@@ -28,7 +28,7 @@ recompute_granularity aiob_enable comp_filepath allow_profile_mismatch fixed_com
 moe_enable num_experts moe_router_topk moe_grouped_gemm moe_ffn_hidden_size moe_shared_expert_intermediate_size
 n_shared_expert moe_layer_freq n_dense_layers moe_router_load_balancing_type moe_load_imbalance multi_latent_attention
 q_lora_rank kv_lora_rank qk_nope_dim qk_rope_dim v_head_dim force json quiet model_size add_qkv_bias train_iter device
-l2 time_budget profile_only profile_dir micro_batches_written short
+l2 time_budget min_time sustained resume profile_only profile_dir micro_batches_written short
 args_file group_query_attention rotary_percent expert_tensor_parallel_size moe_aux_loss_coeff moe_router_dtype
 moe_router_enable_expert_bias
 """.split()

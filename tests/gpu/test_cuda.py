@@ -16,7 +16,9 @@ from profiler.builders import Built, build
 from profiler.device import Cuda, pick_device
 from profiler.implementations import choose
 from profiler.measure import measure
-from profiler.run import Settings, check_memory, profile_job
+from profiler.memory import check_memory
+from profiler.run import profile_jobs
+from profiler.settings import Settings
 from tests.profiler import test_builders as on_cpu
 from tests.profiler.numerics import TOLERANCES, kernels, small_job
 
@@ -130,7 +132,8 @@ def test_too_large_a_job_is_refused_before_anything_is_allocated(card: Cuda) -> 
 @pytest.mark.parametrize("kind", ["gpt_tp", "gqa_qk_norm_sp", "mla_no_q_lora_sp", "moe_loop_shared_sp"])
 def test_the_whole_flow(kind: str, tmp_path: Path) -> None:
     job = small_job(kind, "bfloat16", flash=True)
-    path = profile_job(job, Settings(time_budget=5.0, show_progress=False), lambda slug: tmp_path / f"{slug}.txt")
+    settings = Settings(time_budget=5.0, show_progress=False)
+    (path,) = profile_jobs([(job, lambda slug: tmp_path / f"{slug}.txt")], settings)
     assert path is not None
     found = read_profile(path)
     assert found.origin["gpu"] == torch.cuda.get_device_name()

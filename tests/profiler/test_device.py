@@ -1,6 +1,7 @@
 """Which device is taken, what it is called, and what NVML says of it; CUDA itself is tested in tests/gpu."""
 
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,14 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, card: int) -> Any:  # noqa: N802
         return self._do("throttle", self.reasons * card)
 
+    def nvmlDeviceGetEnforcedPowerLimit(self, card: int) -> Any:  # noqa: N802
+        return self._do("limit", 700_000 * card)
+
+    NVML_PERF_POLICY_POWER, NVML_PERF_POLICY_THERMAL = 0, 1
+
+    def nvmlDeviceGetViolationStatus(self, card: int, policy: int) -> Any:  # noqa: N802
+        return self._do("violations", SimpleNamespace(violationTime=(1 + policy) * 1_500_000_000 * card))
+
 
 READ = {"clocks": "SM 1001 MHz, memory 1002 MHz", "power": "350 W", "temperature": "40 C", "throttle": "none"}
 
@@ -145,6 +154,33 @@ def test_what_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None
     for nvml in (None, FakeNvml(("init",)), FakeNvml(("uuid", "pci"))):
         absent = telemetry(monkeypatch, nvml, "b", "00000000:1B:00.0")
         assert absent.snapshot() == NO_TELEMETRY
+
+
+def test_the_card_is_read_again_and_again_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(reasons=0x04)
+    card = telemetry(monkeypatch, nvml, "b", None)
+    with card.watch() as seen:
+        deadline = time.monotonic() + 60
+        while len(seen) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(seen) >= 3
+    assert seen[0] == (1001, 1002, 350.4, 40, "power cap")
+    after, asked = len(seen), len(nvml.asked)
+    time.sleep(0.3)
+    assert (len(seen), len(nvml.asked)) == (after, asked)  # and no more once the block has ended
+    with telemetry(monkeypatch, None, "b", None).watch() as unseen:
+        pass
+    assert unseen == []
+
+
+def test_limits_of_the_card_and_how_long_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = telemetry(monkeypatch, FakeNvml(), "b", None)
+    assert card.power_limit() == "700 W"
+    assert card.violations_s() == {"power": 1.5, "heat": 3.0}
+    silent = telemetry(monkeypatch, FakeNvml(("limit", "violations")), "b", None)
+    assert (silent.power_limit(), silent.violations_s()) == ("unknown", {})
+    absent = telemetry(monkeypatch, None, "b", None)
+    assert (absent.power_limit(), absent.violations_s()) == ("unknown", {})
 
 
 def test_torch_tells_who_the_card_is_as_far_as_it_can() -> None:

@@ -77,10 +77,11 @@ def test_a_killed_run_leaves_no_profile(tmp_path: Path) -> None:
         interrupt_once_it_measures(process)
         process.communicate()
         assert process.returncode != 0
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    parts = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(part.endswith(".partial") for part in parts), parts
 
 
-def test_an_interrupted_process_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_process_says_what_is_kept_and_goes_on_from_there(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "aicb.py"), *TINY.split(), *MODELS["dense"].split()]
     command += ["--seq_length", "512", "--time_budget", "60"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
@@ -88,7 +89,19 @@ def test_an_interrupted_process_says_so_and_leaves_nothing(tmp_path: Path) -> No
         rest = process.communicate()[1]
         assert process.returncode == 130
     assert "aicb: error: interrupted" in rest
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    (part,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    kept = len(part.read_text().splitlines()) - 1
+    assert kept >= 2
+    assert f" kernels are kept in {part.relative_to(tmp_path)}: --resume goes on from there\n" in rest
+    done = run([*command, "--profile_only"], tmp_path)
+    assert done.returncode == 2
+    assert f"{part.relative_to(tmp_path)} holds {kept} kernels of an earlier try: pass --resume" in done.stderr
+    done = run([*command, "--profile_only", "--resume", "--time_budget", "2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = read_profile(tmp_path / done.stdout.strip())
+    assert found.origin["resumed"].startswith(f"{kept} kernels are an earlier try's: Emb, ")
+    assert EXPECTED["dense"] <= set(found.sections)
+    assert not part.exists()
 
 
 def test_a_killed_process_leaves_no_profile(tmp_path: Path) -> None:

@@ -97,6 +97,26 @@ def test_the_device_is_kept_busy_longer_than_the_host_needs_to_queue_a_call() ->
     assert min(device.spins) == pytest.approx(220e-6)  # twice 100 us and 20 us
 
 
+def test_sampling_lasts_as_long_as_asked_for() -> None:
+    """1 ms calls settle at once: without a least time 10 samples, with 0.1 s about a hundred."""
+    device = steady(1000)
+    assert len(measure(device.call, device, samples=10, cap_s=1.0, l2="hot").raw) == 10
+    samples = measure(device.call, device, samples=10, cap_s=1.0, l2="hot", min_s=0.1)
+    assert 100 <= len(samples.raw) <= 200  # a batch is as long as all before it
+    assert samples.settled
+    few = measure((device := steady(1.0)).call, device, samples=10, cap_s=9.0, l2="hot", min_s=3.0)
+    assert len(few.raw) == MAX_SAMPLES  # however short the calls are
+
+
+def test_the_device_is_under_load_before_the_samples_count() -> None:
+    """2 s of 1 ms calls, queued without a mark, in batches: one call alone, then 50 at a time."""
+    device = steady(1000)
+    measure(device.call, device, samples=5, cap_s=1.0, l2="hot", sustained_s=2.0)
+    before = device.log[: device.log.index("mark")]
+    assert 2000 <= before.count("call") <= 2100
+    assert before[:54] == ["call", "sync", *["call"] * 50, "sync", "call"]
+
+
 def test_the_flush_is_not_part_of_the_time_but_of_the_cap() -> None:
     device = FakeDevice(cycle([100.0, 200.0]), flush_s=0.01)
     samples = measure(device.call, device, samples=10, cap_s=1.0)

@@ -106,6 +106,25 @@ def test_nothing_holds_the_group_once_it_has_ended(end: str) -> None:
     assert finish(processes(code, 2))[0] == (0, "gone\n")
 
 
+def test_what_choosing_kernels_loads_holds_no_group() -> None:
+    # torch.distributed.nn takes the group of the moment it is loaded as a default, and optimizers load it.
+    code = """
+        import sys, weakref
+        import torch
+        import torch.distributed as dist
+        from profiler.implementations import choose
+        from profiler.ranks import Ranks, process_group
+        from tests.profiler.numerics import small_job
+        ranks = Ranks.from_environment()
+        with process_group(ranks, 60):
+            group = weakref.ref(dist.group.WORLD)
+            ranks.together(lambda: choose(small_job("gpt_tp", "float32"), torch.device("cpu")) and None)
+        assert "torch.distributed.nn.functional" in sys.modules
+        print("held" if group() is not None else "gone")
+    """
+    assert finish(processes(code, 2)) == [(0, "gone\n")] * 2
+
+
 def test_without_torchrun_there_is_one_rank_and_no_group() -> None:
     alone = Ranks.from_environment({})
     assert alone == Ranks()
