@@ -44,7 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 15
-    assert len(MEASURING) == 3
+    assert len(MEASURING) == 4
 
 
 @pytest.mark.parametrize("command", COMMANDS)
