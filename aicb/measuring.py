@@ -67,17 +67,24 @@ def measure(wanted: Sequence[tuple[Job, Sequence[str]]], typed: Mapping[str, Any
 
 def splits(typed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each profile that lists such as `--tp 1,2,4` ask for, in the order typed."""
-    lists = {name: value for name, value in typed.items() if isinstance(value, tuple)}
+    lists = _lists(typed)
     for name, values in lists.items():
-        require(len(set(values)) == len(values), f"--{name} {','.join(map(str, values))}: each value once")
+        require(len(set(values)) == len(values), f"{_words(name, values)}: each value once")
     return [{**typed, **dict(zip(lists, values, strict=True))} for values in product(*lists.values())]
 
 
 def require_single(typed: Mapping[str, Any]) -> None:
     """Raise UserError where an option has several values, which only profiles alone can."""
-    for name, value in typed.items():
-        require(
-            not isinstance(value, tuple),
-            f"--{name} {','.join(map(str, value)) if isinstance(value, tuple) else value}: several values make one "
-            "profile each, so they need --aiob_enable (or aicb profile) with --profile_only",
+    for name, values in _lists(typed).items():
+        raise UserError(
+            f"{_words(name, values)}: several values make one profile each, so they need --aiob_enable (or aicb "
+            "profile) with --profile_only"
         )
+
+
+def _lists(typed: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: value for name, value in typed.items() if isinstance(value, tuple)}
+
+
+def _words(name: str, values: tuple[int, ...]) -> str:
+    return f"--{name} {','.join(map(str, values))}"

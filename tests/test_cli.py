@@ -272,3 +272,18 @@ def test_start_up_loads_nothing_heavy(words: list[str]) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(REPOSITORY)}
     )
     assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate --tp 1,2", "--tensor_model_parallel_size 1,2: several values make one profile each, so they need "),
+        ("profile --seq_length 8,16", "--seq_length 8,16: several values make one profile each, so they need "),
+        ("profile --profile_only --tp 2,2", "--tensor_model_parallel_size 2,2: each value once"),
+        ("generate --micro_batch 1,x", "'1,x' is not a valid integer, or several with commas between them"),
+    ],
+)
+def test_several_values_make_profiles_alone(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    code, out, err = run(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert said in err
