@@ -104,7 +104,8 @@ def _notes(job: Job, times: ComputeTimes) -> list[str]:
     elsewhere = unused_on_stage(job, times)
     if elsewhere:
         notes.append(f"measured, but run on other stages or not at all here: {', '.join(elsewhere)}")
-    unmeasured = [kernel.name for kernel in times.table if times.kernels and kernel.name not in times.kernels]
+    here = [kernel.name for kernel in times.table if kernel.rows and times.kernels]
+    unmeasured = [name for name in here if name not in times.kernels]
     if unmeasured:
         notes.append(f"not measured by this profile, counted as 0: {', '.join(unmeasured)}")
     if job.pp > 1:

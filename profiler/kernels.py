@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from aicb import __version__
 from aicb.config.job import Job
-from aicb.step.kernels import GEMM, INPUT, NONE, WEIGHT, Kernel, kernel_table, optimizer_elements, slice_of
+from aicb.step.kernels import GEMM, INPUT, NONE, WEIGHT, Kernel, kernel_table, slice_of, step_end_elements
 from profiler.builders import Built, build, needed_bytes
 from profiler.device import Device
 from profiler.implementations import Choices, choose
@@ -130,7 +130,7 @@ def _kernels(
 def _header(job: Job, bench: Bench, chosen: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """What must agree for kernels of two tries to be parts of one profile."""
     return {
-        "slice": {**slice_of(job), "optimizer_elements": str(optimizer_elements(job))},
+        "slice": {**slice_of(job), **{line: str(elements) for line, elements in step_end_elements(job).items()}},
         "device": dict(bench.device.facts()),
         "software": {**chosen, "tool_version": __version__},
         "measuring": {**bench.settings.sampling(), "ranks": str(bench.ranks.size), "rank": str(bench.ranks.rank)},

@@ -9,7 +9,7 @@ import torch
 
 from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.step.kernels import OPTIMIZER, Kernel
+from aicb.step.kernels import STEP_END, Kernel
 from profiler.builders import needed_bytes
 from profiler.device import Device
 
@@ -19,9 +19,9 @@ _OF_DEVICE = ("CUDA", "cuDNN", "CUDNN", "CUBLAS", "NCCL")
 
 
 def check_memory(table: Iterable[Kernel], job: Job, device: Device) -> None:
-    """Raise UserError when a kernel needs more memory than is free; the optimizer's builder takes what there is."""
+    """Raise UserError when a kernel needs more memory than is free; builders of a step's end take what there is."""
     free = device.free_bytes()
-    needs = {kernel.name: needed_bytes(kernel, job) for kernel in table if kernel.name != OPTIMIZER}
+    needs = {kernel.name: needed_bytes(kernel, job) for kernel in table if kernel.name not in STEP_END}
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] > free:
         raise UserError(_too_little(f"{largest} needs {needs[largest] / GIB:.2f} GiB", device, free))

@@ -8,7 +8,7 @@ from typing import Any
 
 from aicb import __version__
 from aicb.config.job import Job
-from aicb.step.kernels import Kernel, kernel_table, optimizer_elements, slice_of
+from aicb.step.kernels import Kernel, kernel_table, slice_of, step_end_elements
 from aicb.times.profile import KernelTime, Profile
 from profiler.conditions import conditions, some
 from profiler.measure import SETTLED_SPREAD, pool
@@ -36,7 +36,7 @@ def profile_of(job: Job, results: Sequence[RankResult], *, path: str, train_iter
         **results[0].origin,
         **_quality(pooled, train_iter),
         **_sum_check(job, results, pooled),
-        "optimizer_elements": str(optimizer_elements(job)),
+        **{line: str(elements) for line, elements in step_end_elements(job).items()},
         **{f"note_{name}": note for name, note in results[0].notes.items()},
         **slice_of(job),
     }

@@ -13,7 +13,7 @@ from aicb.config.job import Job
 from aicb.config.model import ModelConfig
 from aicb.config.parallel import ParallelConfig
 from aicb.config.training import TrainingConfig
-from aicb.step.kernels import Kernel, kernel_table, optimizer_elements, slice_of
+from aicb.step.kernels import STEP_END, Kernel, kernel_table, optimizer_elements, slice_of
 from aicb.times.profile import KernelTime, Profile, mismatches
 
 
@@ -111,6 +111,10 @@ TP1 = {
     # Embedding and head 2 x 1024 x 512 = 1048576; a layer 2 x 512 + 1024 x 512 + 512 x 512 + 2048 x 512 + 512 x 1024
     # = 2360320, twice; final norm 512: 5769728 parameters (a multiple of 128). Adam: p, g, m, v read, p, m, v written
     # in fp32, 28 B; copy to bf16, 4 + 2 B.
+    # Each pass over 5769728 fp32 gradients: written, 4 B; read and written, 8 B (not at DP 1); read twice, written once.
+    "grad_zero": Expected("grad_zero", "grad_param_compute", {"elements": 5769728}, 0, 23078912, "none"),
+    "grad_scale": Expected("grad_scale", "", {"elements": 5769728}, 0, 46157824, "none"),
+    "grad_clip": Expected("grad_clip", "grad_param_compute", {"elements": 5769728}, 0, 69236736, "none"),
     "param_time": Expected("optimizer", "grad_param_compute", {"elements": 5769728, "copy": 1}, 0, 196170752, "none"),
 }  # fmt: skip
 
@@ -154,6 +158,9 @@ TP4_SP = {
     "cross_entropy": Expected("cross_entropy", "cross_entropy1", {"tokens": 128, "vocab": 256, "tp": 4}, 0, 197632),
     # Embedding and head 2 x 256 x 512 = 262144; a layer 2 x 512 + 256 x 512 + 512 x 128 + 512 x 512 + 512 x 256 =
     # 590848, twice; final norm 512: 1444352 parameters (a multiple of 128), 34 B each.
+    "grad_zero": Expected("grad_zero", "grad_param_compute", {"elements": 1444352}, 0, 5777408, "none"),
+    "grad_scale": Expected("grad_scale", "", {"elements": 1444352}, 0, 11554816, "none"),
+    "grad_clip": Expected("grad_clip", "grad_param_compute", {"elements": 1444352}, 0, 17332224, "none"),
     "param_time": Expected("optimizer", "grad_param_compute", {"elements": 1444352, "copy": 1}, 0, 49107968, "none"),
 }  # fmt: skip
 
@@ -195,6 +202,9 @@ TP2_GPT = {
     # Embedding 512 x 512 = 262144 (tied, so no head), positions 64 x 512 = 32768; a layer: two norms 2048, QKV
     # 512 x 513 = 262656, output 512 x 256 + 512 = 131584, fc1 262656, fc2 262656 = 921600, twice; final norm 1024:
     # 2139136 parameters (a multiple of 128), 34 B each.
+    "grad_zero": Expected("grad_zero", "grad_param_compute", {"elements": 2139136}, 0, 8556544, "none"),
+    "grad_scale": Expected("grad_scale", "", {"elements": 2139136}, 0, 17113088, "none"),
+    "grad_clip": Expected("grad_clip", "grad_param_compute", {"elements": 2139136}, 0, 25669632, "none"),
     "param_time": Expected("optimizer", "grad_param_compute", {"elements": 2139136, "copy": 1}, 0, 72730624, "none"),
 }  # fmt: skip
 GPT: dict[str, Any] = {
@@ -289,7 +299,10 @@ def test_float32_moves_4_bytes_and_copies_nothing() -> None:
 def test_what_a_first_generation_profile_lacks_is_not_required() -> None:
     """compute-profile.md lists the sections required of any file; the rest is our own."""
     optional = {kernel.name for kernel in kernel_table(job_of()) if not kernel.required}
-    assert optional == {"atten_rope", "atten_residual", "mlp_residual", "cross_entropy"}
+    assert optional == {
+        *("atten_rope", "atten_residual", "mlp_residual", "cross_entropy"),
+        *("grad_zero", "grad_scale", "grad_clip"),
+    }
 
 
 # --- mixture of experts: 8 experts, top 2, one shared, first layer dense; EP 4, TP 2 with SP: 64 local tokens ---
@@ -327,8 +340,9 @@ MOE_TAIL = {
 def test_mixture_of_experts() -> None:
     kernels = table(job_of(**MOE))
     attention = ["Emb", "layernorm", "atten_qkv", "atten_rope", "atten_flash", "atten_linear", "atten_residual"]
-    head = ["layernorm_post", "logit_time", "cross_entropy", "param_time"]
-    assert list(kernels) == [*attention, *MOE_TAIL, *head]
+    head = ["layernorm_post", "logit_time", "cross_entropy"]
+    end = ["grad_zero", "grad_scale", "grad_clip", "param_time"]
+    assert list(kernels) == [*attention, *MOE_TAIL, *head, *end]
     for name, expected in MOE_TAIL.items():
         kernel = kernels[name]
         assert (kernel.op, " ".join(kernel.rows), dict(kernel.shape)) == expected, name
@@ -434,6 +448,17 @@ def test_the_distributed_optimizer_updates_a_share_of_the_padded_buffer() -> Non
     # Rounded up to 64 each: embedding 2400 -> 2432; QKV 72 x 24 = 1728; output 576; fc1 768; fc2 768; three norms of
     # 24 -> 64: 6464. To a multiple of lcm(3 ranks, 128) = 384: 17 x 384 = 6528. A third is 2176.
     assert optimizer_elements(configure(ODD).job) == 2176
+
+
+def test_gradients_are_zeroed_and_scaled_whole_and_clipped_where_they_are_updated() -> None:
+    """DP 4: buffers of 5769728 elements, a shard of a quarter; and 1/DP is not one."""
+    kernels = table(job_of(world_size=4))
+    sizes = {name: kernels[name].shape["elements"] for name in ("grad_zero", "grad_scale", "grad_clip", "param_time")}
+    assert sizes == {"grad_zero": 5769728, "grad_scale": 5769728, "grad_clip": 1442432, "param_time": 1442432}
+    assert kernels["grad_scale"].rows == ("grad_param_compute",)
+    assert kernels["grad_clip"].bytes == 17309184  # 12 B
+    plain = table(job_of(world_size=4, use_distributed_optimizer=False))
+    assert plain["grad_clip"].shape["elements"] == 5769728
 
 
 def test_a_plain_optimizer_updates_all_that_the_rank_holds() -> None:
@@ -548,10 +573,10 @@ SINGLE = [
 
 
 def work(job: Job) -> dict[str, tuple[str, dict[str, int], int]]:
-    """What a profile of `job` measured: op, shape, bytes (they hold the element size); the optimizer left out."""
+    """What a profile of `job` measured: op, shape, bytes (they hold the element size); what ends a step left out."""
     kernels = kernel_table(job)
     return {
-        kernel.name: (kernel.op, dict(kernel.shape), kernel.bytes) for kernel in kernels if kernel.op != "optimizer"
+        kernel.name: (kernel.op, dict(kernel.shape), kernel.bytes) for kernel in kernels if kernel.name not in STEP_END
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 from aicb.config.configure import configure
 from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.step.kernels import kernel_table, slice_of
+from aicb.step.kernels import STEP_END, kernel_table, slice_of
 from aicb.times.compute import ComputeTimes, fixed_times, profile_times, unused_on_stage
 from aicb.times.profile import KernelTime, Profile, parse_profile, read_profile
 from aicb.workload.rows import build
@@ -430,6 +430,26 @@ def test_the_optimizer_s_time_goes_with_its_elements() -> None:
     assert same.warnings == ()
 
 
+PASSES = {"grad_zero": (1000,), "grad_scale": (2000,), "grad_clip": (300,)}
+
+
+def test_gradient_passes_are_part_of_the_optimizer_s_row() -> None:
+    """Two data-parallel ranks: zeroed, scaled by 1/2, clipped, updated. With one there is nothing to scale."""
+    row = rows_of(small(world_size=4), profile_times(small(world_size=4), profile({**MEASURED, **PASSES})))
+    assert row["grad_param_compute"] == (0, 8_300_000, 0)
+    alone = small(world_size=2)
+    assert rows_of(alone, profile_times(alone, profile({**MEASURED, **PASSES})))["grad_param_compute"][1] == 6_300_000
+
+
+def test_gradient_passes_go_with_the_elements_they_pass_over() -> None:
+    """Two replicas of 58688 parameters, 29376 of the padded buffer's 58752 a shard: measured on twice or half as many."""
+    job = small(world_size=4)
+    stated = {"gradient_elements": "117376", "optimizer_elements": "14688"}
+    read = profile_times(job, profile({**MEASURED, **PASSES}, **stated))
+    assert rows_of(job, read)["grad_param_compute"] == (0, 500_000 + 1_000_000 + 600_000 + 10_000_000, 0)
+    assert [warning.split()[0] for warning in read.warnings] == ["grad_zero", "grad_scale", "grad_clip", "param_time"]
+
+
 @pytest.mark.parametrize("stated", ["²", "9" * 5000, "0", "many", "-5"])
 def test_elements_that_are_no_number_are_no_crash(stated: str) -> None:
     try:
@@ -597,7 +617,7 @@ def test_every_kernel_s_forward_is_in_the_file_as_often_as_it_runs(name: str) ->
     expert = {"moe_router", "moe_permute", "moe_unpermute", "mlp_linear_1", "mlp_gelu", "mlp_linear_2"}
     expected = 0
     for power, kernel in enumerate(times):
-        if kernel == "param_time":
+        if kernel in STEP_END:
             runs = 0
         elif kernel in ("Emb", "layernorm_post", "logit_time", "cross_entropy"):
             runs = 1

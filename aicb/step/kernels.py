@@ -15,6 +15,13 @@ from aicb.config.job import Job
 GEMM, INPUT, WEIGHT, NONE = "gemm", "input", "weight", "none"
 EMBEDDING, HEAD = "Emb", ("layernorm_post", "logit_time")
 OPTIMIZER = "param_time"
+STEP_END = {
+    "grad_zero": "gradient_elements",
+    "grad_scale": "gradient_elements",
+    "grad_clip": "optimizer_elements",
+    OPTIMIZER: "optimizer_elements",
+}
+"""What runs once a step, and what a profile calls the elements it goes over: they depend on stage and DP too."""
 FLASH, UNFUSED = ("atten_flash",), ("atten_core_qk", "atten_core_softmax", "atten_core_contex")
 
 
@@ -335,18 +342,32 @@ def optimizer_elements(job: Job) -> int:
     return sum(held.dense_buckets) // job.dp + held.expert_bucket // job.parallel.expert_data_parallel_size
 
 
+def step_end_elements(job: Job) -> dict[str, int]:
+    """Elements that this rank's optimizer updates, and those of its gradient buffers, as a profile states them."""
+    held = job.parameters()
+    return {"optimizer_elements": optimizer_elements(job), "gradient_elements": held.dense + held.expert}
+
+
 def _optimizer(job: Job) -> Iterator[Kernel]:
-    """Adam in fp32 (p, g, m, v read; p, m, v written), then the copy to the model's own precision."""
-    elements = optimizer_elements(job)
+    """Passes over the fp32 gradients, then Adam in fp32 and the copy to the model's own precision.
+
+    Gradients are zeroed before an iteration (4 B an element), scaled by 1/DP before they are reduced (8 B), clipped on
+    the optimizer's shard (read for their norm, then scaled: 12 B). Adam reads p, g, m, v and writes p, m, v.
+    """
     copy = 4 + job.element_bytes if job.element_bytes < 4 else 0
-    yield Kernel(
-        name=OPTIMIZER,
-        op="optimizer",
-        rows=("grad_param_compute",),
-        shape={"elements": elements, "copy": int(copy > 0)},
-        bytes=elements * (28 + copy),
-        gradients=NONE,
-    )
+    row, sizes = ("grad_param_compute",), step_end_elements(job)
+    bytes_each = {"grad_zero": 4, "grad_scale": 8, "grad_clip": 12, OPTIMIZER: 28 + copy}
+    for name, stated in STEP_END.items():
+        adam = name == OPTIMIZER
+        yield Kernel(
+            name=name,
+            op="optimizer" if adam else name,
+            rows=() if name == "grad_scale" and job.dp == 1 else row,
+            shape={"elements": sizes[stated]} | ({"copy": int(copy > 0)} if adam else {}),
+            bytes=bytes_each[name] * sizes[stated],
+            gradients=NONE,
+            required=adam,
+        )
 
 
 def slice_of(job: Job) -> dict[str, str]:

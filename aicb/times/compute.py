@@ -17,13 +17,13 @@ from aicb.step.kernels import (
     HEAD,
     INPUT,
     NONE,
-    OPTIMIZER,
+    STEP_END,
     UNFUSED,
     WEIGHT,
     Kernel,
     kernel_table,
-    optimizer_elements,
     slice_of,
+    step_end_elements,
 )
 from aicb.times.profile import KernelTime, Profile, mismatches
 
@@ -97,7 +97,7 @@ def profile_times(job: Job, profile: Profile, allow_mismatch: bool = False) -> C
     kernels = {
         name: _kernel_time(by_name[name], section) for name, section in profile.sections.items() if name in by_name
     }
-    warnings += _scale_optimizer(job, profile, kernels)
+    warnings += _scale_step_end(job, profile, kernels)
     warnings += _scale_routed(job, table, kernels)
     gpu = profile.origin.get("gpu")
     return ComputeTimes(
@@ -208,13 +208,15 @@ def _gradients(profile: Profile, table: tuple[Kernel, ...]) -> str:
     return f"measured, but for {', '.join(estimated)} estimated ({rule})"
 
 
-def _scale_optimizer(job: Job, profile: Profile, kernels: dict[str, Nanoseconds]) -> list[str]:
-    """An optimizer step is bound by memory: its time goes with the parameters of the rank's shard."""
-    stated, wanted = units.whole_number(profile.origin.get("optimizer_elements", "")), optimizer_elements(job)
-    if not stated or stated == wanted:
-        return []
-    kernels[OPTIMIZER] = Nanoseconds(ig=round(kernels[OPTIMIZER].ig * wanted / stated))
-    return [f"{OPTIMIZER} scaled from the {stated:,} parameters it was measured on to this rank's {wanted:,}"]
+def _scale_step_end(job: Job, profile: Profile, kernels: dict[str, Nanoseconds]) -> list[str]:
+    """What runs once a step is bound by memory: its time goes with the elements of the rank's share."""
+    elements, said = step_end_elements(job), []
+    for name, line in STEP_END.items():
+        stated, wanted = units.whole_number(profile.origin.get(line, "")), elements[line]
+        if name in kernels and stated and stated != wanted:
+            kernels[name] = Nanoseconds(ig=round(kernels[name].ig * wanted / stated))
+            said.append(f"{name} scaled from the {stated:,} parameters it was measured on to this rank's {wanted:,}")
+    return said
 
 
 def _scale_routed(job: Job, table: tuple[Kernel, ...], kernels: dict[str, Nanoseconds]) -> list[str]:

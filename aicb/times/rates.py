@@ -12,7 +12,7 @@ from aicb.config.model import ModelConfig
 from aicb.config.parallel import ParallelConfig
 from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
-from aicb.step.kernels import GEMM, NONE, OPTIMIZER, WEIGHT, Kernel, kernel_table
+from aicb.step.kernels import GEMM, NONE, STEP_END, WEIGHT, Kernel, kernel_table
 from aicb.times.profile import KernelTime, Profile
 
 FORWARD = "forward"
@@ -78,15 +78,14 @@ def table_of(profile: Profile) -> dict[str, Kernel]:
         table = {kernel.name: kernel for kernel in kernel_table(job)}
     except (KeyError, ValueError, TypeError):  # absent, refused by a rule, or no number where one belongs
         return {}
-    stated = units.whole_number(profile.origin.get("optimizer_elements", ""))
-    if stated:
-        table[OPTIMIZER] = _optimizer(table[OPTIMIZER], stated)
-    else:
-        del table[OPTIMIZER]  # its size is no part of the slice
+    for name, line in STEP_END.items():  # their sizes are no part of the slice
+        kernel, stated = table.pop(name), units.whole_number(profile.origin.get(line, ""))
+        if stated:
+            table[name] = _resized(kernel, stated)
     return table
 
 
-def _optimizer(kernel: Kernel, elements: int) -> Kernel:
+def _resized(kernel: Kernel, elements: int) -> Kernel:
     per_element = kernel.bytes // kernel.shape["elements"]
     return replace(kernel, shape={**kernel.shape, "elements": elements}, bytes=per_element * elements)
 

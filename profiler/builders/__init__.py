@@ -44,6 +44,9 @@ OPS: dict[str, Op] = {
     "permute": Op(experts.permute, experts.permutation_bytes),
     "unpermute": Op(experts.unpermute, experts.permutation_bytes),
     "cross_entropy": Op(training.cross_entropy, training.cross_entropy_bytes),
+    "grad_zero": Op(training.grad_zero, training.gradient_bytes),
+    "grad_scale": Op(training.grad_scale, training.gradient_bytes),
+    "grad_clip": Op(training.grad_clip, training.clip_bytes),
     "optimizer": Op(training.optimizer, training.optimizer_bytes),
 }
 
@@ -60,6 +63,6 @@ def build(kernel: Kernel, job: Job, device: torch.device, choices: Choices, memo
 def needed_bytes(kernel: Kernel, job: Job) -> int:
     """Return the device memory that `kernel`'s builder, forward and backward take together: an upper estimate.
 
-    The optimizer's is for the whole shard; its builder takes less where less is free.
+    The optimizer's and the gradient passes' are for all they go over; their builders take less where less is free.
     """
     return OPS[kernel.op].bytes(kernel.shape, job.element_bytes)

@@ -1,11 +1,12 @@
-"""Builders of the loss and of the optimizer's step. Memory as in builders.dense."""
+"""Builders of the loss, and of what runs once a step: gradient passes, optimizer. Memory as in builders.dense."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler import functions
 from profiler.builders.built import WEIGHT_SCALE, Built, Request, differentiated
@@ -31,23 +32,22 @@ def cross_entropy_bytes(shape: Shape, d: int) -> int:
 
 def optimizer_bytes(shape: Shape, d: int) -> int:
     """Return bytes: fp32 parameter, gradient, two moments; the copy in the model's precision; step counts."""
-    return shape["elements"] * _element_bytes(shape["copy"], d) + 1024
+    return shape["elements"] * _adam_bytes(shape["copy"], d) + 1024
 
 
-def _element_bytes(copy: int, d: int) -> int:
+def _adam_bytes(copy: int, d: int) -> int:
     return 16 + (d if copy else 0)
 
 
 def optimizer(request: Request) -> Built:
     """Adam on fp32 tensors, then the copy to the model's precision; on a part of the shard where it does not fit."""
-    elements, copy = request.sizes("elements", "copy")
-    each = _element_bytes(copy, request.job.element_bytes)
-    fitting = elements if request.memory is None else max(1, int(_MEMORY_SHARE * request.memory) // each)
-    measured = min(elements, fitting)
-    parameters = [torch.randn(size, device=request.device) for size in _pieces(measured)]
+    each = _adam_bytes(request.kernel.shape["copy"], request.job.element_bytes)
+    part = _part(request, each)
+    parameters = part.randoms(WEIGHT_SCALE)
     for parameter in parameters:
-        parameter.mul_(WEIGHT_SCALE).grad = torch.randn_like(parameter)
-    copies = [torch.empty_like(parameter, dtype=request.dtype) for parameter in parameters] if copy else []
+        parameter.grad = torch.randn_like(parameter)
+    has_copy = request.kernel.shape["copy"]
+    copies = [torch.empty_like(parameter, dtype=request.dtype) for parameter in parameters] if has_copy else []
     adam = request.choices.make_optimizer(parameters)
 
     def forward() -> tuple[Tensor, ...]:
@@ -56,10 +56,66 @@ def optimizer(request: Request) -> Built:
             copied.copy_(parameter)
         return (*parameters, *copies)
 
-    note = f"measured on {measured:,} of {elements:,} parameters, scaled" if measured < elements else ""
-    return Built(forward, scale=elements / measured, note=note, tensors={"parameter": parameters[0]})
+    return part.built(forward, {"parameter": parameters[0]})
 
 
-def _pieces(elements: int) -> list[int]:
-    whole, rest = divmod(elements, LARGEST_TENSOR)
-    return [LARGEST_TENSOR] * whole + ([rest] if rest else [])
+def gradient_bytes(shape: Shape, d: int) -> int:  # noqa: ARG001 (gradients are fp32)
+    """Return bytes."""
+    return 4 * shape["elements"] + 1024
+
+
+def grad_zero(request: Request) -> Built:
+    """Zero the fp32 gradient buffers."""
+    part = _part(request, 4)
+    grads = part.randoms()
+    return part.built(lambda: [grad.zero_() for grad in grads], {"grad": grads[0]})
+
+
+def grad_scale(request: Request) -> Built:
+    """Scale the fp32 gradient buffers, by -1: the work of 1/DP, and no number dies of it in a thousand calls."""
+    part = _part(request, 4)
+    grads = part.randoms()
+    return part.built(lambda: [grad.mul_(-1.0) for grad in grads], {"grad": grads[0]})
+
+
+def clip_bytes(shape: Shape, d: int) -> int:  # noqa: ARG001 (gradients are fp32)
+    """Return bytes; the parameters that torch finds the gradients at take as many."""
+    return 8 * shape["elements"] + 1024
+
+
+def grad_clip(request: Request) -> Built:
+    """Clip the gradients of the optimizer's shard: norm, then scaling, as in a step that exceeds it."""
+    part = _part(request, 8)
+    parameters = part.randoms()
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    grads = {"grad": parameters[0].grad} if parameters[0].grad is not None else {}
+    return part.built(lambda: nn.utils.clip_grad_norm_(parameters, max_norm=1.0), grads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """As many of a rank's elements as there is memory for."""
+
+    elements: int
+    measured: int
+    device: torch.device
+
+    def randoms(self, scale: float = 1.0) -> list[Tensor]:
+        """Return the part in tensors of LARGEST_TENSOR elements and a rest."""
+        whole, rest = divmod(self.measured, LARGEST_TENSOR)
+        sizes = [LARGEST_TENSOR] * whole + ([rest] if rest else [])
+        return [torch.randn(size, device=self.device).mul_(scale) for size in sizes]
+
+    def built(self, forward: Callable[[], object], tensors: Mapping[str, Tensor]) -> Built:
+        """Return the call that is scaled to all elements, and says so where they are more."""
+        less = self.measured < self.elements
+        note = f"measured on {self.measured:,} of {self.elements:,} parameters, scaled" if less else ""
+        return Built(forward, scale=self.elements / self.measured, note=note, tensors=tensors)
+
+
+def _part(request: Request, each: int) -> _Part:
+    """Where an element takes `each` bytes."""
+    elements = request.kernel.shape["elements"]
+    fitting = elements if request.memory is None else max(1, int(_MEMORY_SHARE * request.memory) // each)
+    return _Part(elements, min(elements, fitting), request.device)

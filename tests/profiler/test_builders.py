@@ -19,7 +19,7 @@ from aicb.config.parallel import ParallelConfig
 from aicb.config.presets import PRESETS
 from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
-from aicb.step.kernels import Kernel, kernel_table
+from aicb.step.kernels import STEP_END, Kernel, kernel_table
 from profiler.builders import OPS, Built, build, needed_bytes
 from profiler.builders.built import differentiated
 from tests.profiler.numerics import (
@@ -57,7 +57,7 @@ def cases() -> list[Any]:
     found = []
     for kind in JOBS:
         jobs = (small_job(kind), small_job(kind, "bfloat16", flash=True))
-        names = dict.fromkeys(name for job in jobs for name in kernels(job) if name != "param_time")
+        names = dict.fromkeys(name for job in jobs for name in kernels(job) if name not in STEP_END)
         found += [pytest.param(kind, name, id=f"{kind}-{name}") for name in names]
     return found
 
@@ -288,6 +288,54 @@ def test_the_optimizer_is_an_adam_step_and_a_copy(dtype: str) -> None:
     assert_close(parameter.double() - before, exact - before, 1e-4, "step")
     assert len(result) == (2 if dtype == "bfloat16" else 1)
     torch.testing.assert_close(result[-1].float(), parameter.to(result[-1].dtype).float(), rtol=0, atol=0)
+
+
+def end_of_step(name: str, dtype: str = "bfloat16") -> tuple[Built, Tensor, Tensor]:
+    """The kernel, the one gradient it goes over, and that as it was."""
+    torch.manual_seed(0)
+    job = small_job("gpt", dtype)
+    ready = build(kernels(job)[name], job, CPU, chosen(job))
+    grad = ready.tensors["grad"]
+    held = job.parameters()
+    assert grad.dtype == torch.float32
+    assert grad.numel() == (held.dense if name != "grad_clip" else held.dense_buckets[0] // 8)
+    return ready, grad, grad.clone()
+
+
+def test_gradients_are_zeroed() -> None:
+    ready, grad, before = end_of_step("grad_zero")
+    assert float(before.abs().min()) > 0
+    ready.forward()
+    assert not bool(grad.any())
+
+
+def test_every_gradient_is_scaled_and_stays_a_number_after_many_calls() -> None:
+    ready, grad, before = end_of_step("grad_scale")
+    ready.forward()
+    assert torch.equal(grad, -before)
+    for _ in range(1000):
+        ready.forward()
+    assert torch.equal(grad, -before)
+
+
+def test_gradients_are_clipped_to_a_norm_of_1() -> None:
+    ready, grad, before = end_of_step("grad_clip")
+    norm = ready.forward()
+    exact = before.double().square().sum().sqrt()
+    assert isinstance(norm, Tensor)
+    assert_close(norm, exact, 1e-5, "norm")
+    assert_close(grad, before.double() / exact, 1e-5, "clipped")
+
+
+@pytest.mark.parametrize(("name", "each"), [("grad_zero", 4), ("grad_scale", 4), ("grad_clip", 8)])
+def test_gradients_too_many_are_passed_over_in_part(name: str, each: int) -> None:
+    """32 MB hold 0.9 x 32e6 / 4 = 7,200,000 fp32 gradients, or half where parameters are held beside them."""
+    job = small_job("gpt", "bfloat16")
+    kernel = replace(kernels(job)[name], shape={"elements": 28_800_000_000})
+    ready = build(kernel, job, CPU, chosen(job), memory=32_000_000)
+    assert ready.tensors["grad"].numel() == 28_800_000 // each
+    assert ready.scale == 1000 * each
+    assert ready.note == f"measured on {28_800_000 // each:,} of 28,800,000,000 parameters, scaled"
 
 
 def test_an_optimizer_too_large_is_measured_in_part_and_says_so() -> None:
