@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from aicb.config.configure import attention_backend
 from aicb.config.job import Job
 from aicb.errors import UserError, require
 from aicb.naming import profile_name
@@ -50,13 +51,15 @@ def measure(wanted: Sequence[tuple[Job, Sequence[str]]], typed: Mapping[str, Any
     samples = typed.get("train_iter")
     if samples is None and typed.get("profile_only"):
         samples = typed.get("epoch_num")  # of a profile alone, iterations can only be samples
-    names = ("device", "l2", "min_time", "sustained", "time_budget", "resume", "force")
+    names = ["device", "l2", "min_time", "sustained", "time_budget", "resume", "force"]
+    names += ["fusion", "gradient_accumulation_fusion"]
     given = {name: typed[name] for name in names if name in typed}
+    given["attention_backend"] = attention_backend(typed)
     settings = Settings(**given, **({} if samples is None else {"train_iter": samples}))
     folder = Path(typed.get("profile_dir", PROFILE_DIR))
 
     def path_of(job: Job, marks: Sequence[str], gpu: str) -> Path:
-        path = folder / profile_name(job, marks, gpu)
+        path = folder / profile_name(job, [*marks, *settings.marks()], gpu)
         if not settings.resume:
             refuse_existing([path], typed)
         writable(folder, "profile_dir")

@@ -108,8 +108,8 @@ NO_EFFECT: Mapping[str, str] = {
     ),
     # how a kernel is fused, which library runs it, in which precision inside
     **_names(
-        """attention_dropout cross_entropy_fusion_impl cuda_graph_scope cuda_graph_warmup_steps hidden_dropout
-        layernorm_epsilon moe_deepep_num_sms norm_epsilon transformer_impl symmetric_ar_type""",
+        """cross_entropy_fusion_impl cuda_graph_scope cuda_graph_warmup_steps layernorm_epsilon
+        moe_deepep_num_sms norm_epsilon transformer_impl symmetric_ar_type""",
         VALUE,
     ),
     **_names(
@@ -117,7 +117,7 @@ NO_EFFECT: Mapping[str, str] = {
         attention_softmax_in_fp32 bias_gelu_fusion bias_swiglu_fusion clone_scatter_output_in_embedding
         disable_bf16_reduced_precision_matmul enable_cuda_graph external_cuda_graph masked_softmax_fusion
         memory_efficient_layer_norm moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm
-        no_bias_dropout_fusion no_bias_gelu_fusion no_bias_swiglu_fusion no_gradient_accumulation_fusion
+        no_bias_dropout_fusion no_bias_gelu_fusion no_bias_swiglu_fusion
         no_masked_softmax_fusion no_persist_layer_norm no_rope_fusion onnx_safe openai_gelu
         use_te_activation_func use_mcore_models use_cpu_initialization init_model_with_meta_device cpu_init""",
         SWITCH,
@@ -297,14 +297,4 @@ TRANSLATED: Mapping[str, tuple[str, ...]] = {
     "no_position_embedding": ("--position_embedding_type", "rope"),  # Megatron-LM takes it with nothing else
     "bf16": ("--dtype", "bfloat16"),
     "fp16": ("--dtype", "float16"),
-}
-# Flags that mean one thing or another by their value.
-BY_VALUE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "attention_backend": {
-        "auto": (),
-        "flash": ("--use_flash_attn",),
-        "fused": ("--use_flash_attn",),
-        "local": ("--no-use_flash_attn",),
-        "unfused": ("--no-use_flash_attn",),
-    },
 }

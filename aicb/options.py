@@ -22,6 +22,7 @@ class Option(NamedTuple):
 MODEL, SPLIT, TRAINING = "Model", "Split over GPUs", "Training"
 EXPERTS, LATENT = "Mixture of experts", "Multi-latent attention"
 TIMES, MEASURING, OUTPUT = "Compute times", "Measuring (aicb profile, or --aiob_enable alone)", "Output"
+KERNELS = "Kernels that are measured"
 SEVERAL = True
 _TENSOR = ("--tp", "--tp_num")
 _PIPELINE = ("--pp", "--pipeline_model_parallel_size", "--pp_num")
@@ -50,6 +51,8 @@ OPTIONS = (
     Option("add_qkv_bias", bool, MODEL, "a bias on QKV alone (Qwen2)"),
     Option("qk_layernorm", bool, MODEL, "norms on query and key"),
     Option("untie_embeddings_and_output_weights", bool, MODEL, "the head has weights of its own"),
+    Option("hidden_dropout", float, MODEL, "of what is added to the hidden state (default: the preset's, else 0)"),
+    Option("attention_dropout", float, MODEL, "of attention probabilities (default: the preset's, else 0)"),
     Option("world_size", int, SPLIT, "GPUs of the simulated cluster (default 32)"),
     Option("tensor_model_parallel_size", int, SPLIT, "TP ranks (default: the preset's, else 8)", _TENSOR, SEVERAL),
     Option("pipeline_model_parallel", int, SPLIT, "stages (default 1)", _PIPELINE),
@@ -102,6 +105,9 @@ OPTIONS = (
     Option("resume", bool, MEASURING, "measure only what an earlier try did not"),
     Option("profile_only", bool, MEASURING, "stop after the profile"),
     Option("profile_dir", str, MEASURING, "folder of the profile (default results/aiob_outputs)"),
+    Option("attention_backend", str, KERNELS, "auto (default: as Transformer Engine), cudnn, fa3, fa2, sdpa, unfused"),
+    Option("fusion", bool, KERNELS, "element-wise kernels fused by torch.compile on GPUs (default on)"),
+    Option("gradient_accumulation_fusion", bool, KERNELS, "GEMMs add to fp32 gradients (default on for 16-bit types)"),
     Option("pp_rank", str, OUTPUT, "stage to write (default 0), all, or slowest"),
     Option("min_comm_bytes", int, OUTPUT, "leave out smaller collectives, for ns-3 (default 0)"),
     Option("micro_batches_written", int, OUTPUT, "write rows of this many micro-batches, in place of all (ga)"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aicb.errors import UserError, require
-from aicb.megatron import BY_VALUE, NO_EFFECT, REFUSED, SWITCH, TRANSLATED, VALUES
+from aicb.megatron import NO_EFFECT, REFUSED, SWITCH, TRANSLATED, VALUES
 from aicb.options import OPTIONS
 
 ON, OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
@@ -22,7 +22,7 @@ SWITCHES = frozenset(
 
 def known_flags() -> list[str]:
     """Return every Megatron-LM flag that options.py does not have, with its dashes."""
-    return [f"--{name}" for name in (*NO_EFFECT, *REFUSED, *TRANSLATED, *BY_VALUE, ARGS_FILE)]
+    return [f"--{name}" for name in (*NO_EFFECT, *REFUSED, *TRANSLATED, ARGS_FILE)]
 
 
 def plain_name(word: str) -> str:
@@ -64,8 +64,6 @@ def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
         values = _values(word, follows, pending)
         if name in REFUSED:
             _refuse(word, name, values)
-        elif name in BY_VALUE:
-            kept += _meaning(word, name, values)
         elif name in TRANSLATED:
             kept += TRANSLATED[name]
         else:
@@ -77,8 +75,6 @@ def _follows(name: str) -> str | None:
     """Return what follows Megatron-LM's flag `name`; None for a word that is no such flag."""
     if name in REFUSED:
         return REFUSED[name][0]
-    if name in BY_VALUE:
-        return "1"
     if name in TRANSLATED:
         return SWITCH
     positive = name.removeprefix("no_")
@@ -108,12 +104,6 @@ def _refuse(word: str, name: str, values: list[str]) -> None:
         return
     shown = " ".join([f"--{word[2:].partition('=')[0]}", *values])
     raise UserError(f"{shown} changes what is computed or sent, and is not known here: {assumed}")
-
-
-def _meaning(word: str, name: str, values: list[str]) -> tuple[str, ...]:
-    value = values[0].strip("'\"").removeprefix("AttnBackend.")
-    require(value in BY_VALUE[name], f"{word} {value} must be one of {', '.join(BY_VALUE[name])}")
-    return BY_VALUE[name][value]
 
 
 def _with_files(words: list[str]) -> list[str]:

@@ -77,13 +77,22 @@ def context(probabilities: Tensor, value: Tensor) -> Tensor:
     return out.transpose(0, 1).reshape(seq, batch, -1)
 
 
-def add_residual(x: Tensor, branch: Tensor, bias: Tensor | None) -> Tensor:
-    """X + f (+ the bias that the row-parallel linear left out)."""
-    return x + branch if bias is None else x + (branch + bias)
+def drop(x: Tensor, dropout: float) -> Tensor:
+    """Zero each element with probability `dropout`, and scale the others up; the same tensor where it is 0."""
+    return functional.dropout(x, dropout) if dropout else x
 
 
-def activate(x: Tensor, gates: int, squared_relu: bool) -> Tensor:
-    """SwiGLU of packed (tokens, 2 width) halves; or squared ReLU or GELU (tanh form) of (tokens, width)."""
+def add_residual(x: Tensor, branch: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """X + f (+ the bias that the row-parallel linear left out), f and its bias under dropout."""
+    return x + drop(branch if bias is None else branch + bias, dropout)
+
+
+def activate(x: Tensor, gates: int, squared_relu: bool, bias: Tensor | None) -> Tensor:
+    """SwiGLU of packed (tokens, 2 width) halves; or squared ReLU or GELU (tanh form) of (tokens, width).
+
+    The bias that the column-parallel linear left out, as wide as x, is added first.
+    """
+    x = x if bias is None else x + bias
     if gates == 2:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate) * up

@@ -1,7 +1,7 @@
 """The experts' GEMMs, as many as there are experts on a rank: in one grouped kernel, or one after another.
 
 Rows of the same expert are neighbours: counts[i] of them, and `ends` is the running sum of the counts (int32, on the
-device). Weights are (E, n, k).
+device). Weights are (E, n, k), and so are their fp32 main gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class GroupedGemm(Protocol):
     """One way to run them."""
 
     def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
-        """(m, k), (E, n, k) -> (m, n); differentiable."""
+        """(m, k), (E, n, k) -> (m, n)."""
 
     def input_grad(self, grad: Tensor, weight: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
         """(m, n), (E, n, k) -> (m, k)."""
 
-    def weight_grad(self, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:
-        """(m, n), (m, k) -> (E, n, k)."""
+    def accumulate(self, main: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> None:
+        """Add the weight gradients of (m, n), (m, k) to `main` (E, n, k)."""
 
 
 def spread_evenly(rows: int, experts: int) -> list[int]:
@@ -34,7 +34,10 @@ def spread_evenly(rows: int, experts: int) -> list[int]:
 
 
 class Loop:
-    """One GEMM after another, as Megatron-Core's SequentialMLP."""
+    """One GEMM after another, as Megatron-Core's SequentialMLP; each accumulates as the dense GEMMs do."""
+
+    def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+        self._accumulate = accumulate
 
     def forward(self, x: Tensor, weight: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:  # noqa: ARG002
         """Return (m, n)."""
@@ -46,18 +49,15 @@ class Loop:
         parts = zip(grad.split_with_sizes(list(counts)), weight.unbind(), strict=True)
         return torch.cat([part @ expert for part, expert in parts])
 
-    def weight_grad(self, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:  # noqa: ARG002
-        """Return (E, n, k)."""
-        out = grad.new_empty(len(counts), grad.size(1), x.size(1))
-        for expert, part, rows in zip(
-            out.unbind(), grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts)), strict=True
-        ):
-            torch.mm(part.t(), rows, out=expert)
-        return out
+    def accumulate(self, main: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> None:  # noqa: ARG002
+        """Add each expert's."""
+        grads, rows = grad.split_with_sizes(list(counts)), x.split_with_sizes(list(counts))
+        for expert, part, row in zip(main.unbind(), grads, rows, strict=True):
+            self._accumulate(expert, part, row)
 
 
 class Grouped:
-    """PyTorch's grouped matmul."""
+    """PyTorch's grouped matmul; it has no form that adds to fp32, so the main gradient is added to after it."""
 
     def __init__(self, multiply: Callable[..., Tensor]) -> None:
         self._multiply = multiply
@@ -70,6 +70,6 @@ class Grouped:
         """Return (m, k)."""
         return self._multiply(grad, weight, offs=ends)
 
-    def weight_grad(self, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> Tensor:  # noqa: ARG002
-        """Return (E, n, k)."""
-        return self._multiply(grad.t(), x, offs=ends)
+    def accumulate(self, main: Tensor, grad: Tensor, x: Tensor, counts: Sequence[int], ends: Tensor) -> None:  # noqa: ARG002
+        """Add all experts' at once."""
+        main.add_(self._multiply(grad.t(), x, offs=ends))

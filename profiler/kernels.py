@@ -73,7 +73,7 @@ def measure_job(job: Job, bench: Bench, part: Partial, profile: str) -> RankResu
     """
     device, settings, table = bench.device, bench.settings, kernel_table(job)
     check_memory(table, job, device)
-    choices = choose(job, device.torch_device)
+    choices = choose(job, device.torch_device, settings)
     chosen = origin_of(choices, table)
     earlier = part.open(_header(job, bench, chosen), len(table), settings.resume)
     for kernel in table:
@@ -232,8 +232,9 @@ def _layer_times(task: _Task) -> dict[str, Samples]:
 
 
 def origin_of(choices: Choices, table: Iterable[Kernel]) -> dict[str, str]:
-    """Return the origin lines of what runs for attention, norms, grouped GEMMs (if any) and the optimizer, and why."""
-    parts = {"attention": choices.attention, "norm": choices.norm, "optimizer": choices.optimizer}
+    """Return the origin lines of what runs for each kind of kernel that has a choice, and why."""
+    parts = {"attention": choices.attention, "norm": choices.norm, "weight_grad": choices.weight_grad}
+    parts |= {"elementwise_fusion": choices.elementwise, "optimizer": choices.optimizer}
     if any(kernel.op == "grouped_gemm" for kernel in table):
         parts["grouped_gemm"] = choices.grouped_gemm
     lines: dict[str, str] = {}

@@ -11,15 +11,16 @@ The router's probabilities, picked for the copies, are in the whole alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from aicb.config.job import Job
 from aicb.step.kernels import FLASH, Kernel, kernel_table
 from profiler import functions
+from profiler.accumulation import grouped_linear, linear
 from profiler.builders import Built, Request
 from profiler.builders.built import differentiated
 from profiler.builders.dense import randomised
@@ -50,6 +51,8 @@ class _Layer:
         self.has_experts = job.model.has_experts(index)
         self.arrival = arrival_orders(self.request("moe_permute")) if self.has_experts else None
         self.tensors: dict[str, Tensor] = {}
+        self.main_grads: dict[str, Tensor] = {}
+        self.fused = choices.fused
         self._modules: dict[str, nn.Module] = {}
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._counts: dict[tuple[int, int], tuple[list[int], Tensor, Tensor]] = {}
@@ -84,8 +87,15 @@ class _Layer:
             self.tensors[name] = self.request("layernorm").weight_leaf(*size)
         return self.tensors[name]
 
+    def accumulated(self, name: str, *size: int) -> tuple[Tensor, Tensor]:
+        """A GEMM's weight, no part of the graph, and the main gradient that its own is added to."""
+        if name not in self.main_grads:
+            request = self.request(name)
+            self.tensors[f"{name}.weight"], self.main_grads[name] = request.weight(*size), request.main_grad(*size)
+        return self.tensors[f"{name}.weight"], self.main_grads[name]
+
     def bias(self, name: str, *size: int) -> Tensor | None:
-        return self.weight(f"{name}.bias", *size) if self.kernels[name].shape["bias"] else None
+        return self.weight(f"{name}.bias", *size) if self.kernels[name].shape.get("bias") else None
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         if name not in self._modules:
@@ -97,13 +107,13 @@ class _Layer:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A GEMM on as many rows as the kernel has."""
-        shape = self.kernels[name].shape
-        weight = self.weight(f"{name}.weight", shape["n"], shape["k"])
-        return functional.linear(self.rows(x, shape["m"]), weight, self.bias(name, shape["n"]))
+        m, k, n = self.request(name).sizes("m", "k", "n")
+        weight, main = self.accumulated(name, n, k)
+        return linear(self.rows(x, m), weight, self.bias(name, n), main, self.choices.accumulate)
 
     def residual(self, name: str, x: Tensor, branch: Tensor) -> Tensor:
         bias = self.bias(name, x.size(1))
-        return functions.add_residual(x, self.rows(branch, x.size(0)), bias)
+        return self.fused.add_residual(x, self.rows(branch, x.size(0)), bias, self.job.model.hidden_dropout)
 
     def rows(self, x: Tensor, count: int) -> Tensor:
         """(rows, width) -> (count, width): the same tensor, or in place of a collective another."""
@@ -127,7 +137,7 @@ class _Layer:
         if model.qk_layernorm:
             query, key = self.norm("atten_q_layernorm", query), self.norm("atten_k_layernorm", key)
         if model.position_embedding_type == "rope":
-            turn = functions.rotate if model.rotary_percent == 1 else functions.rotate_part
+            turn = self.fused.rotate if model.rotary_percent == 1 else self.fused.rotate_part
             query, key = (turn(x, self.cos, self.sin) for x in (query, key))
         return self.linear("atten_linear", self.core(query, key, value))
 
@@ -146,7 +156,7 @@ class _Layer:
         up = self.linear("attention_kv_column", latent).view(*self.order, heads, nope + v)
         key, value = up.split_with_sizes([nope, v], dim=-1)
         shared = self.rows(shared, tokens).reshape(*self.order, 1, rope)
-        query, key = functions.latent_heads(query, key, shared, self.cos, self.sin)
+        query, key = self.fused.latent_heads(query, key, shared, self.cos, self.sin)
         return self.linear("attention_o_row", self.core(query, key, value))
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -154,7 +164,8 @@ class _Layer:
         if self.flash:
             return self.choices.attend(query, key, value).reshape(self.job.tokens, -1)
         assert self.mask is not None
-        probabilities = functions.causal_softmax(functions.scores(query, key), self.mask)
+        probabilities = self.fused.causal_softmax(functions.scores(query, key), self.mask)
+        probabilities = functions.drop(probabilities, self.job.model.attention_dropout)
         return functions.context(probabilities, value).view(self.job.tokens, -1)
 
     # MLP
@@ -165,7 +176,7 @@ class _Layer:
 
     def activate(self, name: str, x: Tensor) -> Tensor:
         shape = self.kernels[name].shape
-        return functions.activate(x, shape["gates"], bool(shape["squared_relu"]))
+        return self.fused.activate(x, shape["gates"], bool(shape["squared_relu"]), self.bias(name, x.size(1)))
 
     def experts(self, x: Tensor) -> Tensor:
         shape = self.kernels["moe_router"].shape
@@ -186,9 +197,9 @@ class _Layer:
     def grouped(self, name: str, x: Tensor) -> Tensor:
         """The experts' GEMM, rows spread evenly over this rank's experts."""
         m, k, n, experts = self.request(name).sizes("m", "k", "n", "experts")
-        weight, bias = self.weight(f"{name}.weight", experts, n, k), self.bias(name, experts, n)
+        (weight, main), bias = self.accumulated(name, experts, n, k), self.bias(name, experts, n)
         counts, repeats, ends = self.counts(m, experts)
-        out = self.choices.experts.forward(x, weight, counts, ends)
+        out = grouped_linear(x, weight, main, self.choices.experts, counts, ends)
         return functions.add_expert_bias(out, bias, repeats)
 
     def counts(self, rows: int, experts: int) -> tuple[list[int], Tensor, Tensor]:
@@ -203,11 +214,22 @@ class _Layer:
 def build_layer(job: Job, device: torch.device, choices: Choices, layer_index: int) -> Built:
     """Layer `layer_index` (0-based over the whole model): its forward, and its whole backward as input_grad.
 
-    Tensors: input, grad_out, and each weight as `<kernel>.weight` or `.bias`. Raises UserError when it has no graph.
+    The backward returns the gradients of what is differentiated, in the order of the tensors, then the main gradients.
+    Tensors: input, grad_out, each weight as `<kernel>.weight` or `.bias`, each main gradient as `<kernel>.main_grad`.
+    Raises UserError when it has no graph.
     """
     layer = _Layer(job, device, choices, layer_index)
     x = layer.request("layernorm").leaf(job.local_tokens, job.model.hidden_size)
     layer.forward(x)  # makes the weights
     kernel = Kernel(name=f"layer {layer_index}", op="layer", rows=(), shape={})
+    mains = {f"{name}.main_grad": main for name, main in layer.main_grads.items()}
     tensors = {"input": x, **layer.tensors}
-    return differentiated(kernel, lambda: layer.forward(x), tensors, *tensors)
+    wanted = [name for name in tensors if name.removesuffix(".weight") not in layer.main_grads]
+    built = differentiated(kernel, lambda: layer.forward(x), tensors, *wanted)
+    backward = built.input_grad
+    assert backward is not None
+    return replace(
+        built,
+        input_grad=lambda: (*cast("tuple[Tensor, ...]", backward()), *mains.values()),
+        tensors={**built.tensors, **mains},
+    )

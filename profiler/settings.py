@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from aicb.errors import require
+from profiler.candidates import Wanted
 from profiler.device import DEVICES
 from profiler.measure import COLD, HOT
 
@@ -12,8 +13,8 @@ _KEPT_APART = ("l2", "train_iter", "min_time", "sustained")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to measure."""
+class Settings(Wanted):
+    """How to measure, and which kernels."""
 
     train_iter: int = 10
     """Samples of each measurement, at least (fewer only within a time_budget, and then the profile says so)."""
@@ -34,6 +35,7 @@ class Settings:
     show_progress: bool = True
 
     def __post_init__(self) -> None:
+        Wanted.__post_init__(self)
         require(self.train_iter >= 1, f"--train_iter {self.train_iter} must be at least 1")
         require(self.device in DEVICES, f"--device {self.device} must be one of {', '.join(DEVICES)}")
         require(self.l2 in (COLD, HOT), f"--l2 {self.l2} must be {COLD} or {HOT}")
@@ -55,6 +57,10 @@ class Settings:
             not (self.resume and self.force),
             "--resume and --force exclude each other: go on from what is kept, or throw it away",
         )
+
+    def marks(self) -> list[str]:
+        """Return what of this is not the default and changes the times, as file names carry it."""
+        return [*Wanted.marks(self), *(["l2hot"] if self.l2 == HOT else [])]
 
     def sampling(self) -> dict[str, str]:
         """What must agree for two tries to be parts of one profile."""

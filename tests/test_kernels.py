@@ -111,7 +111,7 @@ TP1 = {
     # Embedding and head 2 x 1024 x 512 = 1048576; a layer 2 x 512 + 1024 x 512 + 512 x 512 + 2048 x 512 + 512 x 1024
     # = 2360320, twice; final norm 512: 5769728 parameters (a multiple of 128). Adam: p, g, m, v read, p, m, v written
     # in fp32, 28 B; copy to bf16, 4 + 2 B.
-    # Each pass over 5769728 fp32 gradients: written, 4 B; read and written, 8 B (not at DP 1); read twice, written once.
+    # Passes over 5769728 fp32 gradients: written, 4 B; read and written, 8 B (not at DP 1); read twice and written.
     "grad_zero": Expected("grad_zero", "grad_param_compute", {"elements": 5769728}, 0, 23078912, "none"),
     "grad_scale": Expected("grad_scale", "", {"elements": 5769728}, 0, 46157824, "none"),
     "grad_clip": Expected("grad_clip", "grad_param_compute", {"elements": 5769728}, 0, 69236736, "none"),

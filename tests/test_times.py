@@ -442,7 +442,7 @@ def test_gradient_passes_are_part_of_the_optimizer_s_row() -> None:
 
 
 def test_gradient_passes_go_with_the_elements_they_pass_over() -> None:
-    """Two replicas of 58688 parameters, 29376 of the padded buffer's 58752 a shard: measured on twice or half as many."""
+    """Two replicas of 58688 parameters, 29376 of the padded 58752 a shard: measured on twice or half as many."""
     job = small(world_size=4)
     stated = {"gradient_elements": "117376", "optimizer_elements": "14688"}
     read = profile_times(job, profile({**MEASURED, **PASSES}, **stated))

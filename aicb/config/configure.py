@@ -12,7 +12,7 @@ from aicb.config.job import Job
 from aicb.config.model import ESSENTIAL, LAYERS_MAX, ModelConfig, make_model
 from aicb.config.parallel import ParallelConfig
 from aicb.config.presets import DEFAULT_PRESET, PRESETS, preset
-from aicb.config.training import TrainingConfig
+from aicb.config.training import ATTENTION_BACKENDS, TrainingConfig
 from aicb.errors import UserError, require
 from aicb.units import whole_number
 
@@ -184,10 +184,38 @@ def _training(typed: Mapping[str, Any]) -> TrainingConfig:
             "other: choose one",
         )
         values["recompute_granularity"] = "selective"
+    values |= _flash_by_backend(values)
     if "use_flash_attn" not in values and values.get("dtype") == "float32":
         values["use_flash_attn"] = False
     training: TrainingConfig = _pick(TrainingConfig, values)
     return training
+
+
+def attention_backend(typed: Mapping[str, Any]) -> str:
+    """Return --attention_backend as it is meant. Raises UserError."""
+    word: str = typed.get("attention_backend", "auto")
+    backend = word.strip("'\"").removeprefix("AttnBackend.")
+    require(
+        backend in ATTENTION_BACKENDS,
+        f"--attention_backend {word} must be one of {', '.join(ATTENTION_BACKENDS)}",
+    )
+    return backend
+
+
+def _flash_by_backend(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what --attention_backend says of --use_flash_attn: that core attention is no one kernel, or nothing."""
+    backend, flash = attention_backend(values), values.get("use_flash_attn")
+    if backend == "auto":
+        return {}
+    if backend in ("unfused", "local"):
+        require(not flash, f"--attention_backend {backend} and --use_flash_attn exclude each other: choose one")
+        return {"use_flash_attn": False}
+    require(flash is not False, f"--attention_backend {backend} and --no-use_flash_attn exclude each other: choose one")
+    require(
+        values.get("dtype") != "float32",
+        f"--attention_backend {backend} needs --dtype bfloat16 or float16: it has no float32 kernels",
+    )
+    return {}
 
 
 def layer_freq(text: str) -> int | tuple[int, ...]:

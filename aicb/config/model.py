@@ -74,6 +74,10 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Norms on query and key (per head), or on the low-rank queries and keys of latent attention."""
     untie_embeddings_and_output_weights: bool = False
+    hidden_dropout: float = 0.0
+    """Of what attention and MLP add to the residual stream."""
+    attention_dropout: float = 0.0
+    """Of the attention probabilities."""
     num_experts: int = 0
     """0: no mixture of experts."""
     moe_router_topk: int = 2
@@ -102,6 +106,9 @@ class ModelConfig:
             _positive(self, name)
         for name in ("ffn_hidden_size", "vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"):
             _positive(self, name)
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"--{name} {value} must be at least 0 and less than 1")
         _one_of(self, "position_embedding_type", POSITION_EMBEDDINGS)
         _one_of(self, "normalization", NORMALIZATIONS)
         require(not (self.swiglu and self.squared_relu), "--swiglu and --squared_relu exclude each other: choose one")

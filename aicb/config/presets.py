@@ -21,9 +21,12 @@ class Preset:
     """Where the architecture is published."""
 
 
+_GPT_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
 def _gpt(name: str, layers: int, hidden: int, heads: int, tp: int) -> Preset:
     config = {"name": name, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    return Preset(config, tp, "GPT-3 style, Megatron-LM defaults, GPT-2 vocabulary")
+    return Preset({**config, **_GPT_DROPOUT}, tp, "GPT-3 style, Megatron-LM defaults, GPT-2 vocabulary")
 
 
 _LLAMA_STYLE: dict[str, Any] = {

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from aicb.errors import require
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ATTENTION_BACKENDS = ("auto", "cudnn", "fa3", "fa2", "sdpa", "unfused", "flash", "fused", "local")
+"""The last three are Megatron-LM's words: flash-attn, cuDNN, unfused."""
 RECOMPUTE = ("none", "selective", "full")
 
 

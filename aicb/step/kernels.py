@@ -218,19 +218,20 @@ def _core_attention(job: Job) -> Iterator[Kernel]:
     qk, v = attention_widths(job)
     rows = _attention_rows(job)[1:]
     shape = {"batch": b, "seq": s, "heads": heads, "groups": groups, "qk_width": qk, "v_width": v}
+    dropped = {**shape, "dropout": 1} if job.model.attention_dropout else shape
     queries, keys, values, out = heads * qk, groups * qk, groups * v, heads * v
     square = b * heads * s * s
     if job.training.use_flash_attn:
         traffic = d * b * s * (queries + keys + values + out)
         yield Kernel(
-            name=FLASH[0], op="flash_attention", rows=rows, shape=shape, flops=square * (qk + v), bytes=traffic
+            name=FLASH[0], op="flash_attention", rows=rows, shape=dropped, flops=square * (qk + v), bytes=traffic
         )
         return
     score_bytes = d * b * s * (queries + keys) + d * square
     context_bytes = d * b * s * (values + out) + d * square
     qk_name, softmax_name, context_name = UNFUSED
     yield Kernel(name=qk_name, op="scores", rows=rows, shape=shape, flops=2 * square * qk, bytes=score_bytes)
-    yield Kernel(name=softmax_name, op="softmax", rows=rows, shape=shape, bytes=2 * d * square)
+    yield Kernel(name=softmax_name, op="softmax", rows=rows, shape=dropped, bytes=2 * d * square)
     yield Kernel(name=context_name, op="context", rows=rows, shape=shape, flops=2 * square * v, bytes=context_bytes)
 
 
@@ -243,10 +244,11 @@ def _attention_output(job: Job) -> Iterator[Kernel]:
 
 
 def _residual(job: Job, name: str, rows: tuple[str, ...]) -> Kernel:
-    """x + f (+ bias of the row-parallel linear) on this rank's tokens; backward adds the two gradients of x."""
+    """x + dropout(f (+ bias of the row-parallel linear)) on this rank's tokens; backward adds the gradients of x."""
     tokens, hidden, bias = job.local_tokens, job.model.hidden_size, job.model.add_bias_linear
     traffic = job.element_bytes * (3 * tokens * hidden + (hidden if bias else 0))
     shape = {"tokens": tokens, "width": hidden, "bias": int(bias)}
+    shape |= {"dropout": 1} if job.model.hidden_dropout else {}
     return Kernel(name=name, op="residual", rows=rows, shape=shape, bytes=traffic, required=False)
 
 
@@ -272,19 +274,23 @@ def _mlp(job: Job, prefix: str, rows: tuple[str, str], width: int) -> Iterator[K
     model, local = job.model, width // job.tp
     gates = 2 if model.swiglu else 1
     first = (job.tokens, model.hidden_size, gates * local)
-    yield from _gemm(job, f"{prefix}_linear_1", rows[:1], first, model.add_bias_linear)
-    yield _activation(job, f"{prefix}_gelu", rows[1], job.tokens, local)
+    yield from _gemm(job, f"{prefix}_linear_1", rows[:1], first)
+    yield _activation(job, f"{prefix}_gelu", rows[1], job.tokens, local, bias=model.add_bias_linear)
     yield from _gemm(job, f"{prefix}_linear_2", rows[1:], (job.tokens, local, model.hidden_size))
 
 
-def _activation(job: Job, name: str, row: str, tokens: int, width: int, routed: bool = False) -> Kernel:
+def _activation(
+    job: Job, name: str, row: str, tokens: int, width: int, *, bias: bool = False, routed: bool = False
+) -> Kernel:
+    """The first linear's bias, added, and the activation: Megatron-Core's one kernel (experts add theirs before)."""
     gates = 2 if job.model.swiglu else 1
-    traffic = job.element_bytes * tokens * width * (gates + 1)
+    shape = {"tokens": tokens, "width": width, "gates": gates, "squared_relu": int(job.model.squared_relu)}
+    traffic = job.element_bytes * (tokens * width * (gates + 1) + (gates * width if bias else 0))
     return Kernel(
         name=name,
         op="activation",
         rows=(row,),
-        shape={"tokens": tokens, "width": width, "gates": gates, "squared_relu": int(job.model.squared_relu)},
+        shape={**shape, "bias": 1} if bias else shape,
         bytes=traffic,
         routed=routed,
     )
@@ -376,6 +382,7 @@ def slice_of(job: Job) -> dict[str, str]:
     names = ["hidden_size", "num_attention_heads", "ffn_hidden_size", "normalization", "position_embedding_type"]
     names += ["rotary_percent"] * (model.position_embedding_type == "rope" and not model.multi_latent_attention)
     names += ["swiglu", "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm"]
+    names += ["hidden_dropout", "attention_dropout"]
     names += ["num_query_groups", "kv_channels", "multi_latent_attention", "num_experts"]
     if model.multi_latent_attention:
         names += ["q_lora_rank", "kv_lora_rank", "qk_nope_dim", "qk_rope_dim", "v_head_dim"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from profiler import functions
+from profiler.attention_choice import flash_refusal
 from profiler.builders.built import Built, Request, differentiated
-from profiler.implementations import flash_refusal
 
 Shape = Mapping[str, int]
 
@@ -36,7 +38,8 @@ def flash_attention_bytes(shape: Shape, d: int) -> int:
     """
     rows, qk, v = _rows(shape), shape["qk_width"], shape["v_width"]
     flash = rows * (d * 12 * (qk + max(qk, v)) + 8 * qk + 64)
-    unfused = 5 * d * _square(shape) + 2 * shape["seq"] ** 2 if flash_refusal(qk, v) else 0
+    each = 5 * d + (2 * d + 1) * shape.get("dropout", 0)
+    unfused = each * _square(shape) + 2 * shape["seq"] ** 2 if flash_refusal(qk, v) else 0
     return flash + unfused
 
 
@@ -54,16 +57,21 @@ def scores_bytes(shape: Shape, d: int) -> int:
 
 
 def softmax(request: Request) -> Built:
-    """Causal mask and softmax over the full square."""
+    """Causal mask and softmax over the full square; dropout, where the model has it."""
     batch, seq, heads = request.sizes("batch", "seq", "heads")
     x, mask = request.leaf(batch * heads, seq, seq), functions.causal_mask(seq, request.device)
-    tensors = {"input": x, "mask": mask}
-    return differentiated(request.kernel, lambda: functions.causal_softmax(x, mask), tensors, "input")
+    fused, dropout = request.choices.fused, request.job.model.attention_dropout
+
+    def forward() -> Tensor:
+        return functions.drop(fused.causal_softmax(x, mask), dropout)
+
+    return differentiated(request.kernel, forward, {"input": x, "mask": mask}, "input")
 
 
 def softmax_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    return 6 * d * _square(shape) + 2 * shape["seq"] ** 2
+    """Return bytes; dropout keeps a byte a score, and the softmax beside its result."""
+    dropped = (2 * d + 1) * shape.get("dropout", 0)
+    return (6 * d + dropped) * _square(shape) + 2 * shape["seq"] ** 2
 
 
 def context(request: Request) -> Built:

@@ -25,7 +25,8 @@ class Built:
     input_grad: Callable[[], object] | None = None
     """Returns the gradients, a tuple. GEMM: the dgrad matmul; others: the whole backward, through autograd."""
     weight_grad: Callable[[], object] | None = None
-    """Returns the gradients, a tuple. GEMM: the wgrad matmul and the bias sum; embedding: the whole backward."""
+    """Adds to the fp32 main gradients and returns them, and a bias' gradient. GEMM: the wgrad matmul and the bias sum;
+    embedding: the whole backward."""
     scale: float = 1.0
     """Measured time x scale = the kernel's time."""
     note: str = ""
@@ -70,6 +71,10 @@ class Request:
     def weight_leaf(self, *size: int) -> Tensor:
         """Return the same, to be differentiated."""
         return self.weight(*size).requires_grad_()
+
+    def main_grad(self, *size: int) -> Tensor:
+        """Return an fp32 main gradient that others have been added to."""
+        return torch.randn(size, device=self.device)
 
     def ids(self, count: int, *size: int) -> Tensor:
         """Random integers from 0 to `count` less 1."""

@@ -7,6 +7,8 @@ and the largest forward or backward on top. `d` is the bytes of an element.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +32,23 @@ def embedding(request: Request) -> Built:
     def forward() -> Tensor:
         return functions.embed(ids, tensors["weight"], positions, split=tp > 1)
 
-    return differentiated(request.kernel, forward, {**tensors, "ids": ids}, *wanted)
+    built = differentiated(request.kernel, forward, {**tensors, "ids": ids}, *wanted)
+    backward, mains = built.weight_grad, [request.main_grad(*tensors[name].shape) for name in wanted]
+    assert backward is not None
+
+    def weight_grad() -> tuple[Tensor, ...]:
+        for main, grad in zip(mains, cast("tuple[Tensor, ...]", backward()), strict=True):
+            main.add_(grad)
+        return tuple(mains)
+
+    main_grads = {f"main_grad_{name}": main for name, main in zip(wanted, mains, strict=True)}
+    return replace(built, weight_grad=weight_grad, tensors={**built.tensors, **main_grads})
 
 
 def embedding_bytes(shape: Shape, d: int) -> int:
     """Return bytes."""
     tokens, hidden = shape["tokens"], shape["hidden"]
-    return d * hidden * (2 * shape["vocab"] + 2 * shape["seq"] + 5 * tokens) + 48 * tokens
+    return hidden * ((2 * d + 4) * (shape["vocab"] + shape["seq"]) + 5 * d * tokens) + 48 * tokens
 
 
 def randomised(module: nn.Module, request: Request) -> nn.Module:
@@ -68,9 +80,10 @@ def norm_bytes(shape: Shape, d: int) -> int:
 
 
 def gemm(request: Request) -> Built:
-    """Y = x Wᵀ (+ b), dgrad and wgrad as matmuls on the layouts that PyTorch's autograd and Megatron-Core use."""
+    """Y = x Wᵀ (+ b), dgrad as a matmul and wgrad added to the fp32 main gradient, on the layouts of Megatron-Core."""
     m, k, n, bias = request.sizes("m", "k", "n", "bias")
     x, weight, grad = request.normal(m, k), request.weight(n, k), request.normal(m, n)
+    main, accumulate = request.main_grad(n, k), request.choices.accumulate
     offset = request.weight(n) if bias else None
 
     def forward() -> Tensor:
@@ -80,26 +93,28 @@ def gemm(request: Request) -> Built:
         return (grad @ weight,)
 
     def weight_grad() -> tuple[Tensor, ...]:
-        return (grad.t() @ x, grad.sum(dim=0)) if bias else (grad.t() @ x,)
+        accumulate(main, grad, x)
+        return (main, grad.sum(dim=0)) if bias else (main,)
 
-    tensors = {"input": x, "weight": weight, "grad_out": grad} | ({} if offset is None else {"bias": offset})
-    return Built(forward, input_grad, weight_grad, tensors=tensors)
+    tensors = {"input": x, "weight": weight, "grad_out": grad, "main_grad": main}
+    return Built(forward, input_grad, weight_grad, tensors=tensors | ({} if offset is None else {"bias": offset}))
 
 
 def gemm_bytes(shape: Shape, d: int) -> int:
-    """Return bytes: each matrix once as an operand and once as a result."""
+    """Return bytes: each matrix once as an operand and once as a result, and the fp32 main gradient."""
     m, k, n = shape["m"], shape["k"], shape["n"]
-    return 2 * d * (m * k + n * k + m * n + 2 * n)
+    return 2 * d * (m * k + n * k + m * n + 2 * n) + 4 * n * k
 
 
 def rope(request: Request) -> Built:
-    """Rotate halves of every head, or of its first part, (s, b, heads, width), in the model's precision, unfused."""
+    """Rotate halves of every head, or of its first part, (s, b, heads, width), in the model's precision."""
     batch, seq, heads, width = request.sizes("batch", "seq", "heads", "width")
     turned = request.kernel.shape.get("turned", width)
     cos, sin = functions.rope_tables(seq, turned, request.device, request.dtype)
     cos, sin = cos[:, None, None], sin[:, None, None]
     x = request.leaf(seq, batch, heads, width)
-    turn = functions.rotate if turned == width else functions.rotate_part
+    fused = request.choices.fused
+    turn = fused.rotate if turned == width else fused.rotate_part
     return differentiated(request.kernel, lambda: turn(x, cos, sin), {"input": x}, "input")
 
 
@@ -119,7 +134,7 @@ def latent_rope(request: Request) -> Built:
     tensors = {"query": query, "key": key, "rotary": request.leaf(seq, batch, 1, width)}
 
     def forward() -> tuple[Tensor, Tensor]:
-        return functions.latent_heads(query, key, tensors["rotary"], cos, sin)
+        return request.choices.fused.latent_heads(query, key, tensors["rotary"], cos, sin)
 
     return differentiated(request.kernel, forward, tensors, *tensors)
 
@@ -132,35 +147,47 @@ def latent_rope_bytes(shape: Shape, d: int) -> int:
 
 
 def residual(request: Request) -> Built:
-    """X + f (+ bias). Backward: the gradient past the branch and the one through it are added; the bias' is a sum."""
+    """X + dropout(f (+ bias)). Backward: x's gradient, the sum of those past and through it; branch's and bias'."""
     tokens, width, bias = request.sizes("tokens", "width", "bias")
-    names = ("input", "branch", "grad_out", "grad_branch")
-    tensors = {name: request.normal(tokens, width) for name in names}
-    x, branch, grad, through = (tensors[name] for name in names)
-    offset = request.weight(width) if bias else None
+    x, through = request.normal(tokens, width), request.normal(tokens, width)
+    tensors = {"branch": request.leaf(tokens, width)} | ({"bias": request.weight_leaf(width)} if bias else {})
+    branch, offset, dropout = tensors["branch"], tensors.get("bias"), request.job.model.hidden_dropout
+
+    def forward() -> Tensor:
+        return request.choices.fused.add_residual(x, branch, offset, dropout)
+
+    built = differentiated(request.kernel, forward, tensors, *tensors)
+    backward, grad = built.input_grad, built.tensors["grad_out"]
+    assert backward is not None
 
     def input_grad() -> tuple[Tensor, ...]:
-        return (grad + through, grad.sum(dim=0)) if bias else (grad + through,)
+        return grad + through, *cast("tuple[Tensor, ...]", backward())
 
-    if offset is not None:
-        tensors["bias"] = offset
-    return Built(lambda: functions.add_residual(x, branch, offset), input_grad, tensors=tensors)
+    return replace(built, input_grad=input_grad, tensors={"input": x, "grad_branch": through, **built.tensors})
 
 
 def residual_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    return 6 * d * shape["tokens"] * shape["width"] + 3 * d * shape["width"]
+    """Return bytes; dropout keeps a byte an element and its result for the sum."""
+    dropped = (1 + 3 * d) * shape.get("dropout", 0)
+    return (8 * d + dropped) * shape["tokens"] * shape["width"] + 4 * d * shape["width"]
 
 
 def activation(request: Request) -> Built:
-    """SwiGLU of a packed (tokens, 2 width), or GELU or squared ReLU of (tokens, width)."""
+    """SwiGLU of a packed (tokens, 2 width), or GELU or squared ReLU of (tokens, width); a bias added first."""
     tokens, width, gates, squared_relu = request.sizes("tokens", "width", "gates", "squared_relu")
-    x = request.leaf(tokens, gates * width)
-    return differentiated(
-        request.kernel, lambda: functions.activate(x, gates, bool(squared_relu)), {"input": x}, "input"
-    )
+    tensors = {"input": request.leaf(tokens, gates * width)}
+    if "bias" in request.kernel.shape:
+        tensors["bias"] = request.weight_leaf(gates * width)
+    x, bias = tensors["input"], tensors.get("bias")
+
+    def forward() -> Tensor:
+        return request.choices.fused.activate(x, gates, bool(squared_relu), bias)
+
+    return differentiated(request.kernel, forward, tensors, *tensors)
 
 
 def activation_bytes(shape: Shape, d: int) -> int:
     """Return bytes."""
-    return d * shape["tokens"] * shape["width"] * (12 if shape["gates"] == 2 else 8)
+    gates = shape["gates"]
+    biased = (2 * shape["tokens"] + 4) * gates * shape.get("bias", 0)
+    return d * shape["width"] * (shape["tokens"] * (12 if gates == 2 else 8) + biased)

@@ -18,7 +18,7 @@ def grouped_gemm(request: Request) -> Built:
     """m tokens, spread evenly over as many weights as there are experts on this rank."""
     m, k, n, bias, experts = request.sizes("m", "k", "n", "bias", "experts")
     x, weight, grad = request.normal(m, k), request.weight(experts, n, k), request.normal(m, n)
-    offset = request.weight(experts, n) if bias else None
+    main, offset = request.main_grad(experts, n, k), request.weight(experts, n) if bias else None
     counts, way = spread_evenly(m, experts), request.choices.experts
     repeats = torch.tensor(counts, device=request.device)
     ends = repeats.cumsum(0).to(torch.int32)
@@ -30,17 +30,17 @@ def grouped_gemm(request: Request) -> Built:
         return (way.input_grad(grad, weight, counts, ends),)
 
     def weight_grad() -> tuple[Tensor, ...]:
-        out = way.weight_grad(grad, x, counts, ends)
-        return (out, torch.stack([part.sum(dim=0) for part in grad.split_with_sizes(counts)])) if bias else (out,)
+        way.accumulate(main, grad, x, counts, ends)
+        return (main, torch.stack([part.sum(dim=0) for part in grad.split_with_sizes(counts)])) if bias else (main,)
 
-    tensors = {"input": x, "weight": weight, "grad_out": grad} | ({} if offset is None else {"bias": offset})
-    return Built(forward, input_grad, weight_grad, tensors=tensors)
+    tensors = {"input": x, "weight": weight, "grad_out": grad, "main_grad": main}
+    return Built(forward, input_grad, weight_grad, tensors=tensors | ({} if offset is None else {"bias": offset}))
 
 
 def grouped_gemm_bytes(shape: Shape, d: int) -> int:
     """Return bytes; the loop holds its parts and their concatenation, a bias its repetition."""
     m, k, n, experts = shape["m"], shape["k"], shape["n"], shape["experts"]
-    return d * (4 * m * k + 3 * experts * n * k + 4 * m * n + 4 * experts * n) + 32 * experts
+    return d * (4 * m * k + 3 * experts * n * k + 4 * m * n + 4 * experts * n) + (4 * n * k + 32) * experts
 
 
 def router(request: Request) -> Built:

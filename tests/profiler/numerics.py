@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from aicb.config.model import make_model
 from aicb.config.parallel import ParallelConfig
 from aicb.config.training import TrainingConfig
 from aicb.step.kernels import Kernel, kernel_table
+from profiler.builders import Built
 from profiler.implementations import Choices, choose
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
@@ -37,6 +38,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_tp": ({"squared_relu": True}, {"tensor_model_parallel_size": 2}),
     "llama_gqa": ({"num_query_groups": 2, **_LLAMA}, {}),
     "gqa_qk_norm_sp": ({"num_query_groups": 2, "qk_layernorm": True, **_LLAMA}, _SPLIT),
+    "gpt_dropout": ({"hidden_dropout": 0.25, "attention_dropout": 0.25}, {}),
     "partial_rotary": ({**_LLAMA, "rotary_percent": 0.5}, {}),
     "mla": (_LATENT, {}),
     "mla_no_q_lora_sp": ({**_LATENT, "q_lora_rank": 0}, _SPLIT),
@@ -80,6 +82,15 @@ def assert_close(actual: object, expected: Tensor, tolerance: float, what: str) 
     assert torch.linalg.norm(expected) > 0, f"{what}: nothing to compare"
     error = torch.linalg.norm(actual.detach().double() - expected.detach()) / torch.linalg.norm(expected.detach())
     assert error < tolerance, f"{what}: relative error {error:.2e}"
+
+
+def gradients(ready: Built) -> list[Tensor]:
+    """All gradients, the inputs' first; of main gradients, what was added to them."""
+    before = {id(tensor): tensor.clone() for name, tensor in ready.tensors.items() if "main_grad" in name}
+    assert all(tensor.dtype == torch.float32 for tensor in before.values())
+    calls = [call for call in (ready.input_grad, ready.weight_grad) if call is not None]
+    found = [gradient for call in calls for gradient in cast("Sequence[Tensor]", call())]
+    return [gradient - before[id(gradient)] if id(gradient) in before else gradient for gradient in found]
 
 
 def as_double(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -258,7 +269,9 @@ REFERENCES: dict[str, Reference] = {
     "softmax": _softmax,
     "context": _context,
     "residual": lambda t, _: t["input"] + t["branch"] + t.get("bias", torch.zeros(1, dtype=torch.float64)),
-    "activation": lambda t, shape: activation(t["input"], shape["gates"], shape["squared_relu"]),
+    "activation": lambda t, shape: activation(
+        t["input"] + t.get("bias", torch.zeros(1, dtype=torch.float64)), shape["gates"], shape["squared_relu"]
+    ),
     "router": _router,
     "permute": _permute,
     "unpermute": _unpermute,

@@ -38,6 +38,32 @@ def flash_attn_varlen_func(
     return torch.cat([attention(q[a:b].double(), k[a:b].double(), v[a:b].double()) for a, b in parts]).to(q.dtype)
 
 
+def flash_attn_3_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-3's (hopper/flash_attn_interface.py): no dropout, V of its own width; log-sum-exp beside."""
+    assert seqused_q is None
+    assert seqused_k is None
+    assert softmax_scale is None
+    assert causal
+    assert q.size(-1) == k.size(-1)
+    assert max_seqlen_q == max_seqlen_k
+    ends = cu_seqlens_q.tolist()
+    assert ends == cu_seqlens_k.tolist()
+    parts = [attention(q[a:b].double(), k[a:b].double(), v[a:b].double()) for a, b in pairwise(ends)]
+    return torch.cat(parts).to(q.dtype), q.new_zeros(q.size(1), len(q))
+
+
 class _FakeNorm(nn.Module):
     """Computes in float64, as a stand-in for a kernel that accumulates in fp32."""
 

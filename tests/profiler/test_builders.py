@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from tests.profiler.numerics import (
     as_double,
     assert_close,
     chosen,
+    gradients,
     kernels,
     small_job,
 )
@@ -48,6 +48,7 @@ WANTED = {
     "gemm": ("input", "weight", "bias"),
     "grouped_gemm": ("input", "weight", "bias"),
     "router": ("input", "weight"),
+    "activation": ("input", "bias"),
 }
 """What each op's gradients are of, in order; the others: input."""
 
@@ -57,7 +58,8 @@ def cases() -> list[Any]:
     found = []
     for kind in JOBS:
         jobs = (small_job(kind), small_job(kind, "bfloat16", flash=True))
-        names = dict.fromkeys(name for job in jobs for name in kernels(job) if name not in STEP_END)
+        table = {name: kernel for job in jobs for name, kernel in kernels(job).items() if name not in STEP_END}
+        names = [name for name, kernel in table.items() if "dropout" not in kernel.shape]
         found += [pytest.param(kind, name, id=f"{kind}-{name}") for name in names]
     return found
 
@@ -70,12 +72,6 @@ def built(kind: str, name: str, dtype: str = "float32") -> tuple[Kernel, Built]:
         flash = small_job(kind, "bfloat16", flash=True)
         return kernels(flash)[name], build(kernels(flash)[name], job, CPU, chosen(flash))
     return kernels(job)[name], build(kernels(job)[name], job, CPU, chosen(job))
-
-
-def gradients(ready: Built) -> list[Tensor]:
-    """All gradients, input's first."""
-    calls = [call for call in (ready.input_grad, ready.weight_grad) if call is not None]
-    return [gradient for call in calls for gradient in cast("Sequence[Tensor]", call())]
 
 
 def several(result: object) -> tuple[object, ...]:
@@ -117,11 +113,54 @@ def check_residual(ready: Built, tolerance: float) -> None:
     """x reaches the loss past the branch (gradient grad_out) and through it (grad_branch)."""
     exact = as_double(ready.tensors, ())
     assert_close(ready.forward(), REFERENCES["residual"](exact, {}), tolerance, "output")
-    total, *bias = gradients(ready)
+    total, branch, *bias = gradients(ready)
     assert_close(total, exact["grad_out"] + exact["grad_branch"], tolerance, "gradient of input")
+    assert_close(branch, exact["grad_out"], tolerance, "gradient of branch")
     assert len(bias) == ("bias" in exact)
     for gradient in bias:
         assert_close(gradient, exact["grad_out"].sum(dim=0), tolerance, "gradient of bias")
+
+
+def check_dropped(actual: Tensor, kept: Tensor, what: str) -> None:
+    """A quarter of the elements is 0, the rest is that of `kept` over 3/4."""
+    zero = actual == 0
+    assert float(zero[kept != 0].double().mean()) == pytest.approx(0.25, abs=0.03), what
+    assert_close(actual[~zero], kept[~zero] / 0.75, 1e-5, what)
+
+
+@pytest.mark.parametrize("name", ["atten_residual", "mlp_residual"])
+def test_a_quarter_of_the_branch_and_its_bias_is_dropped(name: str) -> None:
+    """bias + dropout + add: 48 tokens of 64."""
+    kernel, ready = built("gpt_dropout", name)
+    assert kernel.shape["dropout"]
+    exact = as_double(ready.tensors, ())
+    out = cast("Tensor", ready.forward()).detach().double()
+    added = exact["branch"] + exact["bias"]
+    zero = (out - exact["input"]).abs() < 1e-6 * exact["input"].abs()
+    check_dropped(torch.where(zero, 0.0, out - exact["input"]), added, "branch")
+    total, branch, bias = gradients(ready)
+    check_dropped(branch, exact["grad_out"], "gradient of branch")
+    assert_close(bias, branch.double().sum(dim=0), 1e-5, "gradient of bias")
+    assert_close(total, exact["grad_out"] + exact["grad_branch"], 1e-5, "gradient of input")
+
+
+def test_a_quarter_of_the_attention_probabilities_is_dropped() -> None:
+    kernel, ready = built("gpt_dropout", "atten_core_softmax")
+    exact = as_double(ready.tensors, ())
+    check_dropped(cast("Tensor", ready.forward()).detach(), REFERENCES["softmax"](exact, kernel.shape), "probabilities")
+
+
+def test_dropped_attention_is_no_other_attention_on_average() -> None:
+    """Unfused on a CPU, whose flash kernel has no dropout: the mean of many draws is the context without it."""
+    torch.manual_seed(0)
+    job = small_job("gpt_dropout", "bfloat16", flash=True, batch=1)
+    kernel, ready = kernels(job)["atten_flash"], build(kernels(job)["atten_flash"], job, CPU, chosen(job))
+    assert kernel.shape["dropout"]
+    assert chosen(job).attention.name == "unfused"
+    draws = torch.stack([cast("Tensor", ready.forward()).detach().double() for _ in range(400)])
+    assert float(draws.std(dim=0).mean()) > 0.05
+    mean = REFERENCES["flash_attention"](as_double(ready.tensors, ()), kernel.shape)
+    assert_close(draws.mean(dim=0), mean, 0.05, "mean context")
 
 
 def check_router_ignoring_near_ties(kernel: Kernel, ready: Built) -> None:

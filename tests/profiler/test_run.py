@@ -23,7 +23,7 @@ from aicb.times.profile import read_profile
 from aicb.times.samples import kernels_of, samples_path
 from profiler import kernels, memory, run
 from profiler.builders import Built
-from profiler.implementations import Choice
+from profiler.candidates import Choice
 from profiler.measure import Samples
 from profiler.memory import check_memory
 from profiler.ranks import host
