@@ -30,7 +30,7 @@ n_shared_expert moe_layer_freq n_dense_layers moe_router_load_balancing_type moe
 q_lora_rank kv_lora_rank qk_nope_dim qk_rope_dim v_head_dim force json quiet model_size add_qkv_bias train_iter device
 l2 time_budget min_time sustained resume profile_only profile_dir micro_batches_written short
 args_file group_query_attention rotary_percent expert_tensor_parallel_size moe_aux_loss_coeff moe_router_dtype
-moe_router_enable_expert_bias
+moe_router_enable_expert_bias hidden_dropout attention_dropout attention_backend fusion gradient_accumulation_fusion
 """.split()
 SHORT = {
     "-m": "model_size",

@@ -188,10 +188,10 @@ TP2_GPT = {
     # 2 B x (3 x 65536 + 512)
     "atten_residual": Expected("residual", "attention_layer", norm(128, 512, 1), 0, 394240),
     "layernorm2": Expected("norm", "mlp_layer", norm(128, 512, 1), 0, 264192),
-    # one projection: n = 512; 2^26; as QKV
-    "mlp_linear_1": Expected("gemm", "mlp_layer", gemm(128, 512, 512, 1), 67108864, 787456, "gemm"),
-    # one read, one written: 2 x 2 B x 128 x 512
-    "mlp_gelu": Expected("activation", "mlp_layer", activation(512, gates=1), 0, 262144),
+    # one projection: n = 512; 2^26; 2 B x (65536 + 262144 + 65536); its bias is added with the activation
+    "mlp_linear_1": Expected("gemm", "mlp_layer", gemm(128, 512, 512), 67108864, 786432, "gemm"),
+    # one read, one written: 2 x 2 B x 128 x 512; the bias 2 B x 512
+    "mlp_gelu": Expected("activation", "mlp_layer", {**activation(512, gates=1), "bias": 1}, 0, 263168),
     # 2 x 128 x 512 x 512 = 2^26; 2 B x (65536 + 262144 + 65536)
     "mlp_linear_2": Expected("gemm", "mlp_layer", gemm(128, 512, 512), 67108864, 786432, "gemm"),
     "mlp_residual": Expected("residual", "mlp_layer", norm(128, 512, 1), 0, 394240),
@@ -520,6 +520,8 @@ MODEL_CHANGES: dict[str, list[Any]] = {
     "add_qkv_bias": [True],
     "qk_layernorm": [True, False],
     "untie_embeddings_and_output_weights": [True, False],
+    "hidden_dropout": [0.1],
+    "attention_dropout": [0.1],
     "num_experts": [16, 4, 0],
     "moe_router_topk": [4],
     "moe_ffn_hidden_size": [512],

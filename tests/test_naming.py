@@ -95,6 +95,9 @@ VALUES: dict[str, list[Any]] = {
     "add_qkv_bias": [True],
     "qk_layernorm": [True],
     "untie_embeddings_and_output_weights": [True, False],
+    "hidden_dropout": [0.0, 0.1],
+    "attention_dropout": [0.0, 0.2],
+    "attention_backend": ["unfused", "fa2"],
     "moe_enable": [True],
     "num_experts": [8, 16],
     "moe_router_topk": [1, 4],
@@ -125,7 +128,7 @@ VALUES: dict[str, list[Any]] = {
 # What changes no file, or is the same to it as another option.
 SILENT = {"frame", "context_parallel_size", "aiob_enable", "allow_profile_mismatch", "result_dir"}
 SILENT |= {"args_file", "expert_tensor_parallel_size"}
-SILENT |= {"force", "json", "quiet"}
+SILENT |= {"force", "json", "quiet", "fusion", "gradient_accumulation_fusion"}
 
 ESSENTIAL = {"num_layers": 12, "hidden_size": 2048, "num_attention_heads": 16}
 commands = st.one_of(

@@ -14,7 +14,8 @@ from aicb.errors import UserError, nearest
 from aicb.models.architectures import ARCHITECTURES, BY_FLAGS, REFUSED, Architecture, Config, Rule
 from aicb.models.values import CONFIG_JSON, file_name, show
 
-# Keys that change neither the parameters nor the work: tokens, initialization, dropout, numbers inside a norm or a
+# Keys that change neither the parameters nor the work: tokens, initialization, dropout (what is fine-tuned has
+# none; --hidden_dropout and --attention_dropout say otherwise), numbers inside a norm or a
 # rotary table, weights of a loss, scores of routing, and how a program loads, prints or samples.
 HARMLESS = {
     "attention_dropout", "attn_implementation", "auto_map", "aux_loss_alpha", "bad_words_ids", "begin_suppress_tokens",

@@ -89,8 +89,12 @@ def _typed(where: str, key: str, value: object) -> Any:
         require(usable, f"{where} {show(value)} must hold a 0 or 1 for each layer, or be a whole number: correct it")
         return tuple(value)
     if kind == "float":
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-        require(number, f"{where} {show(value)} must be a number above 0 and at most 1: correct it in the file")
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+        if key.endswith("dropout"):
+            inside, said = 0 <= number < 1, "at least 0 and less than 1"
+        else:
+            inside, said = 0 < number <= 1, "above 0 and at most 1"
+        require(inside, f"{where} {show(value)} must be a number {said}: correct it in the file")
         return value
     least = 0 if field is None or field.default == 0 else 1
     return checked_integer(where, value, least, MAX_LAYERS if key == "num_layers" else MAX_SIZE)

@@ -103,6 +103,7 @@ def differentiated(
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(outs, inputs, grads, retain_graph=True)
 
+    backward()  # what compiles when it is first called does so before anything is timed
     tensors = {**tensors, **dict(zip(("grad_out", "grad_out_2"), grads, strict=False))}
     if kernel.gradients == WEIGHT:
         return Built(forward, weight_grad=backward, tensors=tensors)

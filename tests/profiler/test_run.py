@@ -138,6 +138,8 @@ def bench(job: Job, monkeypatch: pytest.MonkeyPatch) -> Bench:
         attention=Choice("SDPA flash", "flash-attn is\nnot installed"),
         norm=Choice("torch", "apex is not installed"),
         grouped_gemm=Choice("loop", "unused"),
+        weight_grad=Choice("addmm", "apex is not installed"),
+        elementwise=Choice("torch.compile", "it works"),
         optimizer=Choice("torch fused AdamW", "apex is not installed"),
     )
     monkeypatch.setattr(run, "pick_device", lambda *_: made.device)
@@ -162,9 +164,9 @@ def test_the_written_file_is_exactly_this(job: Job, bench: Bench, tmp_path: Path
     """Hand-worked. Kernels 6 and 11 have the shape of 1, a norm, and 10 that of 5: they have their times.
 
     The layer's parts are kernels 1 to 10, 101 + ... + 110 less 5 and 5 = 1045 us forward, of 1100: 0.950. Backward
-    2 x 1045 and, for the four GEMMs, 3 x (102 + 104 + 107 + 109) = 3356 us, of 3500: 0.959. In all: 15 kernels
-    100 + ... + 114 less 5, 5 and 10 = 1585, input gradients 2 x (1585 - 100 - 114) = 2742, weight gradients
-    3 x (100 + 422 + 112) = 1902.
+    2 x 1045 and, for the four GEMMs, 3 x (102 + 104 + 107 + 109) = 3356 us, of 3500: 0.959. In all: 18 kernels
+    100 + ... + 117 less 5, 5 and 10 = 1933, input gradients 2 x (1933 - 100 - 114 - 115 - 116 - 117) = 2742, weight
+    gradients 3 x (100 + 422 + 112) = 1902.
     """
     assert bench.names[1] == "layernorm"
     text = profiled(job, tmp_path).read_text()
@@ -182,14 +184,21 @@ def test_raw_samples_lie_beside_it_in_the_order_taken(job: Job, bench: Bench, tm
     assert list(rank["kernels"]) == bench.names
     qkv, optimizer = rank["kernels"]["atten_qkv"]["weight_grad"], rank["kernels"]["param_time"]
     assert qkv == {"settled": True, "us": [306.0] * 4, "spans": [["kernel", pytest.approx(275.4)]]}
-    assert optimizer["forward"]["us"] == [285.0] * 4  # 2.5 x 114
-    assert optimizer["forward"]["spans"] == [["kernel", pytest.approx(256.5)]]
+    assert optimizer["forward"]["us"] == [292.5] * 4  # 2.5 x 117
+    assert optimizer["forward"]["spans"] == [["kernel", pytest.approx(263.25)]]
     ((name, us),) = kernels_of(path)["atten_qkv"]["weight_grad"]
     assert name == "kernel"
     assert us == pytest.approx(275.4)
     assert document["origin"]["note_param_time"] == "a part, x 2.5"
     assert rank["layer"]["forward"]["us"] == [1100.0] * 4
     assert sorted(found.name for found in tmp_path.iterdir()) == ["Fake-1-tiny.json", "Fake-1-tiny.txt"]
+
+
+def test_what_changes_times_stands_in_the_name() -> None:
+    assert Settings().marks() == []
+    asked = Settings(l2="hot", fusion=False, attention_backend="sdpa", gradient_accumulation_fusion=False)
+    assert asked.marks() == ["attention_sdpa", "no_fusion", "no_gradient_accumulation_fusion", "l2hot"]
+    assert Settings(gradient_accumulation_fusion=True).marks() == ["gradient_accumulation_fusion"]
 
 
 def test_samples_never_take_the_profiles_own_name() -> None:
@@ -327,13 +336,13 @@ def test_a_time_budget_is_respected_and_short_samples_are_said(job: Job, bench: 
     assert found.origin["samples_per_measurement"] == "3 to 10"
     # Forward 50 ms, gradients 100 and 150 ms a call, and about 0.1 s for each: 3 samples is the least.
     assert found.origin["warning_samples"] == (
-        "3 of 34 measurements got fewer than 10 samples within the time budget: mlp_linear_1 forward 3, "
+        "3 of 37 measurements got fewer than 10 samples within the time budget: mlp_linear_1 forward 3, "
         "mlp_linear_1 input_grad 3, mlp_linear_1 weight_grad 3"
     )
     names = "mlp_linear_1 forward, mlp_linear_1 input_grad, mlp_linear_1 weight_grad"
-    assert found.origin["not_settled"] == f"3 of 34 measurements: {names}"
+    assert found.origin["not_settled"] == f"3 of 37 measurements: {names}"
     assert found.origin["warning_not_settled"] == (
-        f"3 of 34 measurements did not settle within 1 % (IQR / median): {names}"
+        f"3 of 37 measurements did not settle within 1 % (IQR / median): {names}"
     )
 
 
@@ -397,8 +406,8 @@ def test_ranks_are_pooled_and_the_slowest_is_named(job: Job) -> None:
     assert emb.weight_grad == 150
     assert emb.more["weight_grad_avg"] == pytest.approx(137.5)
     assert found.origin["ranks_measured"] == "2"
-    # 15 kernels; 13 input gradients; weight gradients of 5 GEMMs and the embedding: 34 medians of 150 us.
-    assert found.origin["slowest_rank"] == "1 (node-1), 5100.0 us for all kernels"
+    # 18 kernels; 13 input gradients; weight gradients of 5 GEMMs and the embedding: 37 medians of 150 us.
+    assert found.origin["slowest_rank"] == "1 (node-1), 5550.0 us for all kernels"
     assert found.origin["rank_spread_percent"] == "50.00"
     assert found.origin["host"] == "node-0, node-1"
     assert "warning_gpus" not in found.origin
@@ -430,20 +439,20 @@ def test_the_sum_check_warns_beyond_a_tenth(job: Job) -> None:
 
 
 def test_of_many_measurements_the_first_three_are_named(job: Job) -> None:
-    """Each use of the profile repeats these lines: 15 kernels, 13 input and 6 weight gradients are 34 measurements."""
+    """Each use of the profile repeats these lines: 18 kernels, 13 input and 6 weight gradients are 37 measurements."""
     first = result(0, job, 1.0)
     assert not {"warning_not_settled", "warning_samples"} & set(origin_of(job, first))
     few = Samples((1.0, 2.0), settled=False)
     names = list(first.kernels)[:4]  # Emb, layernorm, atten_qkv, atten_flash: 2 + 2 + 3 + 2 measurements
     noisy = {name: dict.fromkeys(times, few) if name in names else times for name, times in first.kernels.items()}
     origin = origin_of(job, replace(first, kernels=noisy))
-    assert origin["not_settled"] == ("9 of 34 measurements, such as Emb forward, Emb weight_grad, layernorm forward")
+    assert origin["not_settled"] == ("9 of 37 measurements, such as Emb forward, Emb weight_grad, layernorm forward")
     assert origin["warning_not_settled"] == (
-        "9 of 34 measurements did not settle within 1 % (IQR / median), such as Emb forward, Emb weight_grad, "
+        "9 of 37 measurements did not settle within 1 % (IQR / median), such as Emb forward, Emb weight_grad, "
         "layernorm forward"
     )
     assert origin["warning_samples"] == (
-        "9 of 34 measurements got fewer than 10 samples within the time budget, such as Emb forward 2, "
+        "9 of 37 measurements got fewer than 10 samples within the time budget, such as Emb forward 2, "
         "Emb weight_grad 2, layernorm forward 2"
     )
 
@@ -480,9 +489,9 @@ def test_a_failing_rank_stops_both_and_no_file_is_written(tmp_path: Path) -> Non
         settings = run.Settings(device="cpu", l2="hot", time_budget=0.5, show_progress=False)
         run.profile_jobs([(tiny(), lambda slug: Path({str(tmp_path)!r}) / "out.txt")], settings)
     """
-    said = f"error: rank 1 ({host()}): no such luck; {{}} of 15 kernels are kept in {tmp_path}/out.txt.rank{{}}.partial"
+    said = f"error: rank 1 ({host()}): no such luck; {{}} of 18 kernels are kept in {tmp_path}/out.txt.rank{{}}.partial"
     said += ": --resume goes on from there\n"
-    assert finish(processes(code, size=2)) == [(2, said.format(15, 0)), (2, said.format(7, 1))]
+    assert finish(processes(code, size=2)) == [(2, said.format(18, 0)), (2, said.format(7, 1))]
     assert sorted(found.name for found in tmp_path.iterdir()) == ["out.txt.rank0.partial", "out.txt.rank1.partial"]
 
 
@@ -505,5 +514,5 @@ def test_real_kernels_on_this_cpu(job: Job, tmp_path: Path, l2: str, capsys: pyt
     assert found.origin["gpu"].startswith("CPU ")
     assert float(found.origin["sum_of_parts_over_whole_backward"]) > 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "profiling 1/16 Emb"
-    assert lines[-1] == "profiling 16/16 whole layer"
+    assert lines[0] == "profiling 1/19 Emb"
+    assert lines[-1] == "profiling 19/19 whole layer"
