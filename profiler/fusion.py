@@ -19,8 +19,8 @@ from profiler.candidates import Choice, RefusedError, Wanted, first_working
 
 COMPILED_DEVICES = ("cuda",)
 """Where Megatron trains; on a CPU, compiling takes longer than what it saves."""
-_SHAPES_MAX = 64
-"""Of one function in one job: beyond, torch.compile would run it unfused and say so in a log alone."""
+_SHAPES_MAX = 1024
+"""Of one function in one run: beyond, torch.compile would run it unfused and say so in a log alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,12 @@ class Elementwise:
 
 
 def compiled(backend: str = "inductor") -> Elementwise:
-    """Return all of them compiled, each for the shapes it meets; what was compiled before is forgotten."""
+    """Return all of them compiled, each for the shapes it meets."""
     import torch._dynamo.utils
     import torch._functorch.config
 
-    torch.compiler.reset()
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # its own reading
-    torch._dynamo.config.recompile_limit = _SHAPES_MAX
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._functorch.config.donated_buffer = False  # one graph is differentiated many times
     plain = Elementwise()

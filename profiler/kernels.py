@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from aicb import __version__
 from aicb.config.job import Job
-from aicb.step.kernels import GEMM, INPUT, NONE, WEIGHT, Kernel, kernel_table, slice_of, step_end_elements
-from profiler.builders import Built, build, needed_bytes
+from aicb.step.kernels import GEMM, INPUT, NONE, STEP_END, WEIGHT, Kernel, kernel_table, slice_of, step_end_elements
+from profiler.builders import Built, build
 from profiler.device import Device
+from profiler.footprint import kernel_bytes, layer_bytes
 from profiler.implementations import Choices, choose
 from profiler.layer import build_layer
 from profiler.measure import MIN_SAMPLES, Budget, Samples, measure
@@ -19,7 +20,6 @@ from profiler.memory import GIB, check_memory, device_errors, first_line, is_out
 from profiler.partial import Partial
 from profiler.progress import Step, progress
 from profiler.ranks import Ranks, host
-from profiler.report import layer_kernels
 from profiler.results import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Measured, RankResult
 from profiler.settings import Settings
 
@@ -66,14 +66,18 @@ class _Task:
     profile: str
 
 
-def measure_job(job: Job, bench: Bench, part: Partial, profile: str) -> RankResult:
-    """Measure what `part` and the bench do not know of the kernels of `job`, then one whole layer, for `profile`.
+def choose_and_check(job: Job, bench: Bench) -> Choices:
+    """Choose what runs for `job`. Raises UserError when nothing does, or a kernel does not fit into memory."""
+    where = bench.device.torch_device
+    choices = choose(job, where, bench.settings)
+    alone = [kernel for kernel in kernel_table(job) if kernel.name not in STEP_END]  # whose builders take what there is
+    check_memory({kernel.name: kernel_bytes(kernel, job, where, choices) for kernel in alone}, bench.device)
+    return choices
 
-    Raises UserError before anything is allocated when a kernel does not fit into the device's memory.
-    """
+
+def measure_job(job: Job, choices: Choices, bench: Bench, part: Partial, profile: str) -> RankResult:
+    """Measure what `part` and the bench do not know of the kernels of `job`, then one whole layer, for `profile`."""
     device, settings, table = bench.device, bench.settings, kernel_table(job)
-    check_memory(table, job, device)
-    choices = choose(job, device.torch_device, settings)
     chosen = origin_of(choices, table)
     earlier = part.open(_header(job, bench, chosen), len(table), settings.resume)
     for kernel in table:
@@ -208,8 +212,8 @@ def _times(built: Built, ways: tuple[str, ...], task: _Task) -> dict[str, Sample
 
 def _layer(task: _Task) -> tuple[dict[str, Samples], str]:
     """Time one whole layer for the sum check; nothing and the reason where it does not fit into memory."""
-    device = task.bench.device
-    needed, free = sum(needed_bytes(kernel, task.job) for kernel in layer_kernels(task.job)), device.free_bytes()
+    device, index = task.bench.device, _layer_index(task.job)
+    needed, free = layer_bytes(task.job, device.torch_device, task.choices, index), device.free_bytes()
     if needed > free:
         return {}, f"one layer needs up to {needed / GIB:.1f} GiB of {free / GIB:.1f} GiB free"
     try:
@@ -220,10 +224,14 @@ def _layer(task: _Task) -> tuple[dict[str, Samples], str]:
     return {}, why
 
 
+def _layer_index(job: Job) -> int:
+    """The first layer with experts, where there are any."""
+    return job.model.moe_layer_freq.index(1) if job.model.num_experts else 0
+
+
 def _layer_times(task: _Task) -> dict[str, Samples]:
-    model, device = task.job.model, task.bench.device
-    index = model.moe_layer_freq.index(1) if model.num_experts else 0
-    built = build_layer(task.job, device.torch_device, task.choices, index)
+    device = task.bench.device
+    built = build_layer(task.job, device.torch_device, task.choices, _layer_index(task.job))
     ways = tuple(way for way, call in _calls(built).items() if call is not None and way != FORWARD)
     times = _times(built, ways, task)
     del built

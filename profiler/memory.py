@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from aicb.config.job import Job
 from aicb.errors import UserError
-from aicb.step.kernels import STEP_END, Kernel
-from profiler.builders import needed_bytes
 from profiler.device import Device
 
 GIB = 2**30
@@ -18,10 +15,9 @@ _NO_MEMORY = ("out of memory", "allocate memory", "STATUS_ALLOC_FAILED")
 _OF_DEVICE = ("CUDA", "cuDNN", "CUDNN", "CUBLAS", "NCCL")
 
 
-def check_memory(table: Iterable[Kernel], job: Job, device: Device) -> None:
-    """Raise UserError when a kernel needs more memory than is free; builders of a step's end take what there is."""
+def check_memory(needs: Mapping[str, int], device: Device) -> None:
+    """Raise UserError when a kernel needs more memory than is free: `needs` in bytes, by name."""
     free = device.free_bytes()
-    needs = {kernel.name: needed_bytes(kernel, job) for kernel in table if kernel.name not in STEP_END}
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] > free:
         raise UserError(_too_little(f"{largest} needs {needs[largest] / GIB:.2f} GiB", device, free))

@@ -16,24 +16,23 @@ from pathlib import Path
 from aicb.config.job import Job
 from aicb.errors import UserError, require
 from aicb.files import atomic_write
-from aicb.step.kernels import kernel_table
 from aicb.times.profile import write_profile
 from aicb.times.samples import samples_path
 from profiler.device import pick_device
-from profiler.kernels import Bench, measure_job
+from profiler.implementations import Choices
+from profiler.kernels import Bench, choose_and_check, measure_job
 from profiler.measure import MIN_SAMPLES
-from profiler.memory import check_memory
 from profiler.partial import Partial
 from profiler.ranks import Ranks, host, process_group
 from profiler.report import profile_of, raw_json
 from profiler.results import RankResult
 from profiler.settings import Settings
 
-Wanted = tuple[Job, Callable[[str], Path]]
+Asked = tuple[Job, Callable[[str], Path]]
 """A job, and what gives its profile's path for the GPU's short name, or refuses it by a UserError."""
 
 
-def profile_jobs(wanted: Sequence[Wanted], settings: Settings) -> list[Path]:
+def profile_jobs(wanted: Sequence[Asked], settings: Settings) -> list[Path]:
     """Measure jobs on every rank, one after another; return the profiles' paths on rank 0, nothing elsewhere.
 
     The raw samples lie beside each profile as JSON. A kernel whose shape this run has measured is not measured again.
@@ -44,28 +43,29 @@ def profile_jobs(wanted: Sequence[Wanted], settings: Settings) -> list[Path]:
         device = ranks.together(lambda: pick_device(settings.device, ranks.local_rank, ranks.local_size))
         _require_own_cards(ranks.exchange((host(), device.identity)))
         bench = Bench(device, settings, ranks)
-        paths = ranks.together(lambda: _ready(wanted, bench))  # may refuse, and must before anything is measured
-        for (job, _), path in zip(wanted, paths, strict=True):
-            _profile(job, path, bench)
-    return [] if ranks.rank else paths
+        ready = ranks.together(lambda: _ready(wanted, bench))  # may refuse, and must before anything is measured
+        for (job, _), (path, choices) in zip(wanted, ready, strict=True):
+            _profile(job, choices, path, bench)
+    return [] if ranks.rank else [path for path, _ in ready]
 
 
-def _ready(wanted: Sequence[Wanted], bench: Bench) -> list[Path]:
-    """Return where the profiles will lie. Raises UserError where one may not, or a kernel is too large."""
-    paths = [name_of(bench.device.slug) for _, name_of in wanted]
-    for (job, _), path in zip(wanted, paths, strict=True):
-        check_memory(kernel_table(job), job, bench.device)
+def _ready(wanted: Sequence[Asked], bench: Bench) -> list[tuple[Path, Choices]]:
+    """Return where the profiles will lie and what runs. Raises UserError where one may not, or does not fit."""
+    ready = []
+    for job, name_of in wanted:
+        path = name_of(bench.device.slug)
         Partial(path, bench.ranks).check(bench.settings.resume, bench.settings.force)
-    return paths
+        ready.append((path, choose_and_check(job, bench)))
+    return ready
 
 
-def _profile(job: Job, path: Path, bench: Bench) -> None:
+def _profile(job: Job, choices: Choices, path: Path, bench: Bench) -> None:
     """Measure one job and write its profile; with --resume, one that is there is left as it is."""
     settings, ranks, part = bench.settings, bench.ranks, Partial(path, bench.ranks)
     if settings.resume and ranks.exchange(path.exists())[0]:
         return
     with _keeping(part, ranks):
-        own = ranks.together(lambda: measure_job(job, bench, part, path.name))
+        own = ranks.together(lambda: measure_job(job, choices, bench, part, path.name))
         everyone = ranks.exchange(own)
         ranks.together(lambda: None if ranks.rank else _write(job, settings, path, everyone))
     part.remove()

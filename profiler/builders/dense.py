@@ -1,12 +1,7 @@
-"""Builders of what every transformer has: embedding, norms, GEMMs, rotary positions, residual adds, activations.
-
-Beside each stands the device memory it takes, an upper estimate in bytes: its tensors, the kept graph of the backward,
-and the largest forward or backward on top. `d` is the bytes of an element.
-"""
+"""Builders of what every transformer has: embedding, norms, GEMMs, rotary positions, residual adds, activations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -16,8 +11,6 @@ from torch.nn import functional
 
 from profiler import functions
 from profiler.builders.built import WEIGHT_SCALE, Built, Request, differentiated
-
-Shape = Mapping[str, int]
 
 
 def embedding(request: Request) -> Built:
@@ -45,15 +38,10 @@ def embedding(request: Request) -> Built:
     return replace(built, weight_grad=weight_grad, tensors={**built.tensors, **main_grads})
 
 
-def embedding_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    tokens, hidden = shape["tokens"], shape["hidden"]
-    return hidden * ((2 * d + 4) * (shape["vocab"] + shape["seq"]) + 5 * d * tokens) + 48 * tokens
-
-
 def randomised(module: nn.Module, request: Request) -> nn.Module:
     """Return a norm's module on the device, with weights about 1 and biases about 0, not constants."""
-    module = module.to(device=request.device, dtype=request.dtype)
+    if any((own.device, own.dtype) != (request.device, request.dtype) for own in module.parameters()):
+        module = module.to(device=request.device, dtype=request.dtype)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.normal_(1.0 if name == "weight" else 0.0, WEIGHT_SCALE)
@@ -72,11 +60,6 @@ def norm(request: Request) -> Built:
         return out
 
     return differentiated(request.kernel, forward, tensors, *wanted)
-
-
-def norm_bytes(shape: Shape, d: int) -> int:
-    """Return bytes; before PyTorch 2.9 an RMSNorm keeps fp32 copies."""
-    return (5 * d + 24) * shape["tokens"] * shape["width"] + 8 * d * shape["width"] + 48 * shape["tokens"]
 
 
 def gemm(request: Request) -> Built:
@@ -100,12 +83,6 @@ def gemm(request: Request) -> Built:
     return Built(forward, input_grad, weight_grad, tensors=tensors | ({} if offset is None else {"bias": offset}))
 
 
-def gemm_bytes(shape: Shape, d: int) -> int:
-    """Return bytes: each matrix once as an operand and once as a result, and the fp32 main gradient."""
-    m, k, n = shape["m"], shape["k"], shape["n"]
-    return 2 * d * (m * k + n * k + m * n + 2 * n) + 4 * n * k
-
-
 def rope(request: Request) -> Built:
     """Rotate halves of every head, or of its first part, (s, b, heads, width), in the model's precision."""
     batch, seq, heads, width = request.sizes("batch", "seq", "heads", "width")
@@ -116,13 +93,6 @@ def rope(request: Request) -> Built:
     fused = request.choices.fused
     turn = fused.rotate if turned == width else fused.rotate_part
     return differentiated(request.kernel, lambda: turn(x, cos, sin), {"input": x}, "input")
-
-
-def rope_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    row = shape["seq"] * shape["width"]
-    copies = 14 if "turned" in shape else 11
-    return copies * d * row * shape["batch"] * shape["heads"] + 40 * row
 
 
 def latent_rope(request: Request) -> Built:
@@ -137,13 +107,6 @@ def latent_rope(request: Request) -> Built:
         return request.choices.fused.latent_heads(query, key, tensors["rotary"], cos, sin)
 
     return differentiated(request.kernel, forward, tensors, *tensors)
-
-
-def latent_rope_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    tokens, heads, width = shape["batch"] * shape["seq"], shape["heads"], shape["width"]
-    of_a_token = heads * (9 * shape["nope"] + 14 * width) + 10 * width
-    return d * tokens * of_a_token + 40 * shape["seq"] * width
 
 
 def residual(request: Request) -> Built:
@@ -166,12 +129,6 @@ def residual(request: Request) -> Built:
     return replace(built, input_grad=input_grad, tensors={"input": x, "grad_branch": through, **built.tensors})
 
 
-def residual_bytes(shape: Shape, d: int) -> int:
-    """Return bytes; dropout keeps a byte an element and its result for the sum."""
-    dropped = (1 + 3 * d) * shape.get("dropout", 0)
-    return (8 * d + dropped) * shape["tokens"] * shape["width"] + 4 * d * shape["width"]
-
-
 def activation(request: Request) -> Built:
     """SwiGLU of a packed (tokens, 2 width), or GELU or squared ReLU of (tokens, width); a bias added first."""
     tokens, width, gates, squared_relu = request.sizes("tokens", "width", "gates", "squared_relu")
@@ -184,10 +141,3 @@ def activation(request: Request) -> Built:
         return request.choices.fused.activate(x, gates, bool(squared_relu), bias)
 
     return differentiated(request.kernel, forward, tensors, *tensors)
-
-
-def activation_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    gates = shape["gates"]
-    biased = (2 * shape["tokens"] + 4) * gates * shape.get("bias", 0)
-    return d * shape["width"] * (shape["tokens"] * (12 if gates == 2 else 8) + biased)

@@ -1,8 +1,8 @@
-"""Builders of a mixture of experts: router, permutations, the experts' GEMMs. Memory as in builders.dense."""
+"""Builders of a mixture of experts: router, permutations, the experts' GEMMs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from torch import Tensor
 from profiler import functions
 from profiler.builders.built import Built, Request, differentiated
 from profiler.grouped import spread_evenly
-
-Shape = Mapping[str, int]
 
 
 def grouped_gemm(request: Request) -> Built:
@@ -37,24 +35,12 @@ def grouped_gemm(request: Request) -> Built:
     return Built(forward, input_grad, weight_grad, tensors=tensors | ({} if offset is None else {"bias": offset}))
 
 
-def grouped_gemm_bytes(shape: Shape, d: int) -> int:
-    """Return bytes; the loop holds its parts and their concatenation, a bias its repetition."""
-    m, k, n, experts = shape["m"], shape["k"], shape["n"], shape["experts"]
-    return d * (4 * m * k + 3 * experts * n * k + 4 * m * n + 4 * experts * n) + (4 * n * k + 32) * experts
-
-
 def router(request: Request) -> Built:
     """Logits, fp32 softmax, top-k, and the probabilities of those chosen put back in their places."""
     tokens, hidden, experts, topk = request.sizes("tokens", "hidden", "experts", "topk")
     tensors = {"input": request.leaf(tokens, hidden), "weight": request.weight_leaf(experts, hidden)}
     x, weight = tensors.values()
     return differentiated(request.kernel, lambda: functions.route(x, weight, topk), tensors, *tensors)
-
-
-def router_bytes(shape: Shape, d: int) -> int:
-    """Return bytes."""
-    tokens, hidden, experts = shape["tokens"], shape["hidden"], shape["experts"]
-    return tokens * experts * (4 * d + 48) + d * hidden * (2 * tokens + 3 * experts) + 64 * tokens * shape["topk"]
 
 
 def _uniform_ids(request: Request, tokens: int, experts: int, topk: int) -> Tensor:
@@ -103,10 +89,3 @@ def unpermute(request: Request) -> Built:
         return functions.unpermute(x, probabilities, order), *sort()
 
     return differentiated(request.kernel, forward, {**tensors, "order": order}, *tensors)
-
-
-def permutation_bytes(shape: Shape, d: int) -> int:
-    """Return bytes, of either permutation."""
-    tokens, copies = shape["tokens"], shape["tokens"] * shape["topk"]
-    rows = d * shape["hidden"] * (5 * tokens + 7 * copies + 5 * shape["sorted"])
-    return rows + (96 + 8 * d) * copies + 4 * tokens * shape["experts"] + 48 * shape["sorted"]

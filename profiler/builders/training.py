@@ -1,4 +1,4 @@
-"""Builders of the loss, and of what runs once a step: gradient passes, optimizer. Memory as in builders.dense."""
+"""Builders of the loss, and of what runs once a step: gradient passes, optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from profiler import functions
 from profiler.builders.built import WEIGHT_SCALE, Built, Request, differentiated
 
-Shape = Mapping[str, int]
 LARGEST_TENSOR = 2**28
 """Elements; the shard is many parameters in truth, and some fused kernels count elements in 32 bits."""
 _MEMORY_SHARE = 0.9
@@ -23,16 +22,6 @@ def cross_entropy(request: Request) -> Built:
     logits, target = request.leaf(tokens, vocab), request.ids(vocab * tp, tokens)
     tensors = {"input": logits, "target": target}
     return differentiated(request.kernel, lambda: functions.cross_entropy(logits, target), tensors, "input")
-
-
-def cross_entropy_bytes(shape: Shape, d: int) -> int:
-    """Return bytes: logits, kept softmax, and two fp32 copies in a forward."""
-    return shape["tokens"] * ((2 * d + 12) * shape["vocab"] + 96)
-
-
-def optimizer_bytes(shape: Shape, d: int) -> int:
-    """Return bytes: fp32 parameter, gradient, two moments; the copy in the model's precision; step counts."""
-    return shape["elements"] * _adam_bytes(shape["copy"], d) + 1024
 
 
 def _adam_bytes(copy: int, d: int) -> int:
@@ -59,11 +48,6 @@ def optimizer(request: Request) -> Built:
     return part.built(forward, {"parameter": parameters[0]})
 
 
-def gradient_bytes(shape: Shape, d: int) -> int:  # noqa: ARG001 (gradients are fp32)
-    """Return bytes."""
-    return 4 * shape["elements"] + 1024
-
-
 def grad_zero(request: Request) -> Built:
     """Zero the fp32 gradient buffers."""
     part = _part(request, 4)
@@ -76,11 +60,6 @@ def grad_scale(request: Request) -> Built:
     part = _part(request, 4)
     grads = part.randoms()
     return part.built(lambda: [grad.mul_(-1.0) for grad in grads], {"grad": grads[0]})
-
-
-def clip_bytes(shape: Shape, d: int) -> int:  # noqa: ARG001 (gradients are fp32)
-    """Return bytes; the parameters that torch finds the gradients at take as many."""
-    return 8 * shape["elements"] + 1024
 
 
 def grad_clip(request: Request) -> Built:

@@ -15,8 +15,9 @@ from aicb.times.profile import read_profile
 from profiler.builders import Built, build
 from profiler.device import Cuda, pick_device
 from profiler.implementations import choose
+from profiler.kernels import Bench, choose_and_check
 from profiler.measure import measure
-from profiler.memory import check_memory
+from profiler.ranks import Ranks
 from profiler.run import profile_jobs
 from profiler.settings import Settings
 from tests.profiler import test_builders as on_cpu
@@ -125,7 +126,7 @@ def test_too_large_a_job_is_refused_before_anything_is_allocated(card: Cuda) -> 
     job = replace(job, training=replace(job.training, micro_batch=2**26, global_batch=2**29))
     before = torch.cuda.memory_allocated()
     with pytest.raises(UserError, match="lower --micro_batch"):
-        check_memory(kernel_table(job), job, card)
+        choose_and_check(job, Bench(card, Settings(), Ranks()))
     assert torch.cuda.memory_allocated() == before
 
 

@@ -8,8 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from aicb.config.job import Job
@@ -19,7 +17,7 @@ from aicb.config.presets import PRESETS
 from aicb.config.training import TrainingConfig
 from aicb.errors import UserError
 from aicb.step.kernels import STEP_END, Kernel, kernel_table
-from profiler.builders import OPS, Built, build, needed_bytes
+from profiler.builders import OPS, Built, build
 from profiler.builders.built import differentiated
 from tests.profiler.numerics import (
     CPU,
@@ -210,55 +208,6 @@ def test_matmuls_do_the_work_that_the_table_states(kind: str) -> None:
                     assert counted.get_total_flops() == expected, (kernel.name, way)
 
 
-class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes that tensors made inside held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}  # type: ignore[no-untyped-call]
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return out
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", JOBS)
-def test_needed_bytes_covers_what_is_held_at_once(kind: str, dtype: str) -> None:
-    """A kernel that takes more than was promised ends in an out-of-memory error halfway through a profile."""
-    job = small_job(kind, dtype, flash=dtype != "float32")
-    choices = chosen(job)
-    for kernel in kernel_table(job):
-        with PeakMemory() as memory:
-            ready = build(kernel, job, CPU, choices)
-            for call in (ready.forward, ready.input_grad, ready.weight_grad):
-                if call is not None:
-                    call()
-        needed = needed_bytes(kernel, job)
-        assert sum(tensor.nbytes for tensor in ready.tensors.values()) <= memory.peak <= needed, kernel.name
-        assert needed < 8 * memory.peak, f"{kernel.name}: {needed} is no estimate of {memory.peak}"
-
-
-def test_needed_bytes_knows_that_wide_heads_run_unfused() -> None:
-    """Head dim 264 is too wide for flash kernels: the squares of scores and probabilities are held, s = 1024."""
-    job = small_job("gpt", "bfloat16", flash=True, model={"kv_channels": 264})
-    kernel = kernels(job)["atten_flash"]
-    kernel = replace(kernel, shape={**kernel.shape, "batch": 1, "seq": 1024})
-    with PeakMemory() as memory:
-        ready = build(kernel, job, CPU, chosen(job))
-        ready.forward()
-        gradients(ready)
-    assert memory.peak <= needed_bytes(kernel, job)
-    assert needed_bytes(kernel, job) > 4 * 2 * 4 * 1024**2  # four squares of 4 heads in bfloat16
-
-
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_op_of_every_preset_has_a_builder(name: str, flash: bool) -> None:
@@ -273,9 +222,7 @@ def test_every_op_of_every_preset_has_a_builder(name: str, flash: bool) -> None:
         ),
         training=TrainingConfig(use_flash_attn=flash),
     )
-    for kernel in kernel_table(job):
-        assert kernel.op in OPS
-        assert needed_bytes(kernel, job) > 0
+    assert {kernel.op for kernel in kernel_table(job)} <= OPS.keys()
 
 
 def test_an_unknown_op_is_a_key_error() -> None:
@@ -283,8 +230,6 @@ def test_an_unknown_op_is_a_key_error() -> None:
     kernel = replace(kernels(job)["Emb"], op="convolution")
     with pytest.raises(KeyError, match="convolution"):
         build(kernel, job, CPU, chosen(job))
-    with pytest.raises(KeyError, match="convolution"):
-        needed_bytes(kernel, job)
 
 
 def test_data_have_both_signs_and_ids_reach_other_shards() -> None:
