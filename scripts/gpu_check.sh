@@ -1,5 +1,5 @@
 #!/bin/sh
-# Check the profiler on this machine's GPU, in 5 minutes: the GPU tests, then two profiles, each measured twice.
+# Check the profiler on this machine's GPU, in 5 minutes: the GPU tests, then four profiles, each measured twice.
 #   sh scripts/gpu_check.sh            profiles and log go to $OUT, or to results/gpu_check
 # Made for a bare machine: it needs python3 (or $PYTHON) with torch, and a CUDA GPU; it installs nothing and needs no
 # network. It calls the profiler itself, not the aicb command, so it runs without typer too.
