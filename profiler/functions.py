@@ -74,7 +74,7 @@ def context(probabilities: Tensor, value: Tensor) -> Tensor:
     heads = probabilities.size(0) // batch
     value = repeat_groups(value, heads).reshape(seq, batch * heads, -1).transpose(0, 1)
     out = torch.bmm(probabilities, value)
-    return out.transpose(0, 1).reshape(seq, batch, -1)
+    return out.transpose(0, 1).contiguous().view(seq, batch, -1)
 
 
 def drop(x: Tensor, dropout: float) -> Tensor:

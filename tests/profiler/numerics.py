@@ -38,6 +38,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_tp": ({"squared_relu": True}, {"tensor_model_parallel_size": 2}),
     "llama_gqa": ({"num_query_groups": 2, **_LLAMA}, {}),
     "gqa_qk_norm_sp": ({"num_query_groups": 2, "qk_layernorm": True, **_LLAMA}, _SPLIT),
+    "one_head": ({}, {"tensor_model_parallel_size": 4}),
     "gpt_dropout": ({"hidden_dropout": 0.25, "attention_dropout": 0.25}, {}),
     "partial_rotary": ({**_LLAMA, "rotary_percent": 0.5}, {}),
     "mla": (_LATENT, {}),
