@@ -14,6 +14,7 @@ from profiler.builders import Built, build
 from profiler.device import Device
 from profiler.footprint import kernel_bytes, layer_bytes
 from profiler.implementations import Choices, choose
+from profiler.interrupts import heeded
 from profiler.layer import build_layer
 from profiler.measure import MIN_SAMPLES, Budget, Samples, measure
 from profiler.memory import GIB, check_memory, device_errors, first_line, is_out_of_memory
@@ -90,10 +91,17 @@ def measure_job(job: Job, choices: Choices, bench: Bench, part: Partial, profile
     device.burn_in(min(device.burn_in_s, _BURN_IN_SHARE * (settings.time_budget or float("inf"))))
     start, held_back = device.telemetry(), device.violations_s()
     task = _Task(job, bench, choices, budget, profile)
-    with progress(len(table) + 1, settings.show_progress and bench.ranks.rank == 0) as step:
+    shown = settings.show_progress and bench.ranks.rank == 0
+    with heeded() as check, progress(len(table) + 1, shown) as show:
+
+        def step(name: str) -> None:
+            check()
+            show(name)
+
         found, once = _kernels(task, table, earlier, part, step)
         step(LAYER)
         layer, why = _layer(task)
+        check()
     return RankResult(
         rank=bench.ranks.rank,
         host=host(),
