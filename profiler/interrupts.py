@@ -1,4 +1,4 @@
-"""A Ctrl-C that is not lost: where it arrives inside a destructor or a callback, Python reports it there and goes on."""
+"""A Ctrl-C that is not lost: inside a destructor or a callback Python reports it and goes on."""
 
 from __future__ import annotations
 
